@@ -49,6 +49,23 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(found).cast("B")
 
 
+def write_buffers(
+    nbytes: int, *, block_nbytes: int = BLOCK_NBYTES, buffers: int = WRITE_BUFFERS
+) -> tuple[int, int]:
+    """How many buffers a :class:`BlockWriter` of ``nbytes`` has, and the bytes of each.
+
+    >>> write_buffers(10 << 20), write_buffers(5000)
+    ((3, 4194304), (1, 8192))
+    """
+    blocks = -(-nbytes // block_nbytes)
+    return min(max(1, buffers), WRITE_BUFFERS, blocks), round_to_page(min(block_nbytes, nbytes))
+
+
+def edges_nbytes(nbytes: int, *, block_nbytes: int = BLOCK_NBYTES) -> int:
+    """The most bytes that a :class:`BlockFile` of ``nbytes`` keeps of partly read blocks."""
+    return min(nbytes, _EDGES * block_nbytes)
+
+
 class BlockWriter:
     """Writes a new file of exactly ``nbytes``. All blocks are reserved here, so a full disk fails here.
 
@@ -73,8 +90,9 @@ class BlockWriter:
         self._crcs = [0] * -(-nbytes // block_nbytes)
         self._failure: OSError | None = None
         self._free: SimpleQueue[tuple[Tensor, memoryview]] = SimpleQueue()
-        for _ in range(min(max(1, buffers), WRITE_BUFFERS, len(self._crcs))):
-            buffer = aligned_bytes(round_to_page(min(block_nbytes, nbytes)))
+        count, size = write_buffers(nbytes, block_nbytes=block_nbytes, buffers=buffers)
+        for _ in range(count):
+            buffer = aligned_bytes(size)
             self._free.put((buffer, bytes_of(buffer)))
         self._buffer: tuple[Tensor, memoryview] | None = None
         self._at = 0  # bytes taken so far

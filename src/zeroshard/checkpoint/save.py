@@ -61,7 +61,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import directory as places
-from zeroshard.checkpoint.blocks import BLOCK_NBYTES, BlockWriter, bytes_of
+from zeroshard.checkpoint.blocks import BLOCK_NBYTES, BlockWriter, bytes_of, write_buffers
 from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.local_state import LocalState, digest_part
 from zeroshard.checkpoint.manifest import (
@@ -83,6 +83,7 @@ from zeroshard.checkpoint.save_decisions import (
     SaveDecision,
     check_room,
     decide,
+    first_frozen_plan,
     merge,
     merged,
 )
@@ -223,7 +224,8 @@ def plan(
     decision = agreed if speaks else SaveDecision(**agreed)
     for warning in decision.warnings:
         logger.warning("%s", warning)
-    files = attempt(lambda: _lay_out_files(decision, state, local, control_group))
+    rank, size = control_group.rank, control_group.size
+    files = attempt(lambda: _lay_out_files(decision, state, local, rank, size))
     at("planned")
     return SaveTask(
         root,
@@ -297,18 +299,44 @@ def _rows(local: LocalState, unit: Unit) -> list[Row]:
     ]
 
 
-def _lay_out_files(
-    decision: SaveDecision, state: RankState, local: LocalState, control_group: ControlGroup
+def files_of_rank(
+    local: LocalState, metadata: CheckpointMetadata, options: Options, rank: int, world_size: int
 ) -> list[PlannedFile]:
-    metadata, own_buffers = state.metadata, _own_buffers(decision, state, control_group.rank)
-    me = file_name(control_group.rank, control_group.size)
+    """The files of a rank in the first save into a directory, where all ranks have equal buffers.
+
+    Reads shapes and dtypes only, so tensors may be fake. For plans: nothing is agreed with other ranks.
+    """
+    nobody = RankFacts(root="", tag="", nonce="", digests={}, buffers={})
+    rows = {unit: _rows(local, unit) for unit in local.units}
+    state = RankState(nobody, metadata, rows, parameters={}, scalars={}, groups={}, frozen={})
+    has_frozen = any(not unit.trainable for unit in local.units)
+    frozen = first_frozen_plan(options) if has_frozen else "none"
+    decision = SaveDecision("", "", frozen, frozen_name="frozen", own_buffers=())
+    return _lay_out_files(decision, state, local, rank, world_size)
+
+
+def write_nbytes(files: Sequence[PlannedFile], options: Options) -> int:
+    """Bytes of host memory that a rank needs to write its files, all of which are open at once."""
+    sizes = (write_buffers(file.nbytes, buffers=_num_buffers(options)) for file in files)
+    return sum(count * nbytes for count, nbytes in sizes)
+
+
+def _num_buffers(options: Options) -> int:
+    return options.max_buffer_nbytes // 4 // BLOCK_NBYTES
+
+
+def _lay_out_files(
+    decision: SaveDecision, state: RankState, local: LocalState, rank: int, world_size: int
+) -> list[PlannedFile]:
+    metadata, own_buffers = state.metadata, _own_buffers(decision, state, rank)
+    me = file_name(rank, world_size)
     trained = [unit for unit in local.units if unit.trainable]
     frozen = [unit for unit in local.units if not unit.trainable]
     extras = {tree_key(f"rank/{name}"): t for name, t in metadata.own_tensors.items()}
     extras |= {buffer_key(name): metadata.buffers[name] for name in own_buffers}
     units = [*trained, *frozen] if decision.frozen == "here" else trained
     files = [_lay_out_file(me, state, units, extras)]
-    if control_group.rank == 0:  # what every rank reads is kept apart from shards
+    if rank == 0:  # what every rank reads is kept apart from shards
         shared = {tree_key(f"shared/{name}"): t for name, t in metadata.shared_tensors.items()}
         shared |= {buffer_key(n): b for n, b in metadata.buffers.items() if n not in own_buffers}
         files.append(_lay_out_file(SHARED_FILE, state, [], shared))
@@ -461,7 +489,7 @@ def _reserve(
 
 
 def _writer(task: SaveTask, file: PlannedFile) -> contextlib.AbstractContextManager[BlockWriter]:
-    buffers = task.options.max_buffer_nbytes // 4 // BLOCK_NBYTES
+    buffers = _num_buffers(task.options)
     return contextlib.closing(BlockWriter(_path(task, file), file.nbytes, buffers=buffers))
 
 

@@ -138,8 +138,13 @@ def decide(facts: Sequence[RankFacts], options: Options) -> SaveDecision:
     )
 
 
+def first_frozen_plan(options: Options) -> FrozenPlan:
+    """What happens to frozen weights if a directory has none of them yet."""
+    return _PLANS[options.frozen]
+
+
 def _frozen_plan(facts: Sequence[RankFacts], name: str, options: Options) -> FrozenPlan:
-    plan = _PLANS[options.frozen]
+    plan = first_frozen_plan(options)
     if plan != "write" or not any(name in rank.frozen_here for rank in facts):
         return plan
     if not all(name in rank.frozen_here for rank in facts):

@@ -85,7 +85,6 @@ class CheckpointLoader:
         life: Life,
         mesh: Mesh | None = None,
     ) -> None:
-        assert comm.size == control_group.size, "files are sent between all ranks"
         self._section = section
         self._local = local
         self._comm = comm
@@ -111,6 +110,7 @@ class CheckpointLoader:
 
         The objects of ``state`` are changed in place. The caller takes over the counters.
         """
+        assert self._comm.size == self._control_group.size, "files are sent between all ranks"
         self._check_pins()
         root = Path(directory)
         tried: list[str] = []

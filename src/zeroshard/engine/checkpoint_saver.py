@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import count
 from os import PathLike
 from pathlib import Path
@@ -23,7 +23,15 @@ from torch import Tensor
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import json_state, rng
 from zeroshard.checkpoint.local_state import LocalState, other_names, persistent_buffers
-from zeroshard.checkpoint.save import SaveTask, no_fault, plan, run, snapshot
+from zeroshard.checkpoint.save import (
+    SaveTask,
+    files_of_rank,
+    no_fault,
+    plan,
+    run,
+    snapshot,
+    write_nbytes,
+)
 from zeroshard.checkpoint.save_decisions import CheckpointMetadata, Options
 from zeroshard.checkpoint.zero_to_fp32 import SCRIPT
 from zeroshard.comm.agreement import Attempt, ControlGroup, attempt
@@ -40,6 +48,19 @@ from zeroshard.version import __version__
 logger = logging.getLogger("zeroshard")
 
 _OWNER = "copy for a checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveNeeds:
+    """What a save needs on one rank.
+
+    ``files``: bytes by name. ``write_nbytes``: host memory of the buffers that files are written from.
+    ``copy_nbytes``: host memory of the copy that an asynchronous save makes; 0: it makes none.
+    """
+
+    files: Mapping[str, int]
+    write_nbytes: int
+    copy_nbytes: int
 
 
 class CheckpointSaver:
@@ -65,7 +86,7 @@ class CheckpointSaver:
     ) -> None:
         self._section = section
         self._stage = stage
-        self._local = local
+        self.local = local
         self._control_group = control_group
         self._rank_info = rank_info
         self._device = device
@@ -103,15 +124,10 @@ class CheckpointSaver:
         task = plan(
             Path(directory),
             name,
-            local=self._local,
+            local=self.local,
             control_group=self._control_group,
             metadata=lambda: self._metadata(state, client_state, save_latest=save_latest),
-            options=Options(
-                frozen="reference" if exclude_frozen else section.frozen,
-                keep_last=section.keep_last,
-                max_buffer_nbytes=section.max_buffer_mb << 20,
-                tag_validation=section.tag_validation,
-            ),
+            options=self._options(exclude_frozen=exclude_frozen),
             at=self.watch_point,
         )
         if section.asynchronous and self._can_copy(task):
@@ -123,6 +139,27 @@ class CheckpointSaver:
         else:
             run(task)
         return task.tag
+
+    def _options(self, *, exclude_frozen: bool) -> Options:
+        section = self._section
+        return Options(
+            frozen="reference" if exclude_frozen else section.frozen,
+            keep_last=section.keep_last,
+            max_buffer_nbytes=section.max_buffer_mb << 20,
+            tag_validation=section.tag_validation,
+        )
+
+    def needs(self, state: TrainingState) -> SaveNeeds:
+        """What the first save of this state needs on this rank, without a ``client_state``. For plans.
+
+        Reads shapes and dtypes only. What other ranks have is not asked.
+        """
+        info, options = self._rank_info, self._options(exclude_frozen=False)
+        metadata = self._metadata(state, {}, save_latest=True)
+        files = files_of_rank(self.local, metadata, options, info.rank, info.world_size)
+        sizes = {file.name: file.nbytes for file in files}
+        copies = self._section.asynchronous and not self._uses_disk
+        return SaveNeeds(sizes, write_nbytes(files, options), sum(sizes.values()) if copies else 0)
 
     def _run(self, task: SaveTask, images: Attempt[Sequence[Tensor]]) -> None:
         """Run a save on its thread. Its error is logged, and kept for :meth:`wait`."""

@@ -141,6 +141,10 @@ class Allocations(TorchDispatchMode):
         self.activations_nbytes = self.peak_nbytes = 0
         self.moments = {name: at for name, at in self.moments.items() if name == "init"}
 
+    def look(self, what: str) -> None:
+        """Compare what is held now with the peaks. ``what``: the name of the moment."""
+        self._look(what, NOWHERE)
+
     def largest(self, moment: Moment, count: int) -> list[Holding]:
         """The largest storages that lived at a moment, largest first."""
         live: set[int] = set()

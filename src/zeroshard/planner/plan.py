@@ -36,7 +36,9 @@ from zeroshard.planner.timeline import columns, timeline
 NOT_MODELLED = (
     "memory of the allocator (reserved and fragmented blocks), of the device's context and of the "
     "program itself",
-    "the first step, which creates optimizer state; saving and loading checkpoints",
+    "the first step, which creates optimizer state",
+    "of a checkpoint: client_state, the position in the data and the text of the manifest; on a GPU up "
+    "to 32 MiB of pinned host memory that values pass through",
     "scratch memory inside kernels",
     "the update runs as torch operations; compiled and Triton updates need less temporary memory",
     "before the engine exists, everything counts as device memory, also state that goes to host or disk",
@@ -126,6 +128,7 @@ class Plan:
             "timeline": columns(timeline(found.events)),
             "largest": [asdict(holding) for holding in found.largest],
             "traffic": [asdict(row) for row in found.traffic],
+            "checkpoint": None if found.checkpoint is None else asdict(found.checkpoint),
             "time": None if self.time is None else self.time.as_dict(),
             "assumed": list(self.assumed), "not_modelled": list(self.not_modelled),
         }  # fmt: skip
@@ -204,7 +207,7 @@ def make_plan(
     with explained(source.name):
         found = simulate(
             source.build, chosen, source.batch, mesh=mesh, rank=0, loss_fn=source.loss,
-            with_events=with_events or machine is not None, target=kind,
+            with_events=with_events or machine is not None, target=kind, with_checkpoint=True,
         )  # fmt: skip
     assumed = (*source.assumed, f"rank 0 stands for all {ranks} ranks: shards have equal sizes")
     if transport == "shm":

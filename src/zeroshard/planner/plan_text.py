@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zeroshard.planner.checkpoint_phases import CheckpointNeeds
 from zeroshard.planner.fit import Fit
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulate import highest
@@ -134,6 +135,8 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
     yield f"over the step ({phases}): {blocks(points)}"
     yield _largest(plan)
     yield _traffic(plan)
+    if found.checkpoint is not None:
+        yield checkpoint_line(found.checkpoint)
     if plan.time is not None:
         yield from time_lines(plan.time)
     yield "assumed:"
@@ -144,6 +147,16 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
         yield "  - the time of a step: no --machine was given"
     else:
         yield from (f"  - of the time: {line}" for line in NOT_MODELLED)
+
+
+def checkpoint_line(needs: CheckpointNeeds) -> str:
+    """What a checkpoint needs on the rank, as a sentence."""
+    copied = f", a copy of {_mib(needs.copy_nbytes)} MiB" if needs.copy_nbytes else ""
+    return (
+        f"a checkpoint: this rank writes {sum(needs.files.values()):,} bytes in {len(needs.files)} "
+        f"file(s); host memory to save {_mib(needs.write_nbytes)} MiB{copied}, to load at most "
+        f"{_mib(needs.read_nbytes)} MiB"
+    )
 
 
 def time_lines(time: StepTime) -> Iterator[str]:

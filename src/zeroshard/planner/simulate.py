@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from zeroshard.parallel.schedules import SCHEDULES, idle, live
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.planner.allocations import Allocations, Holding, Moment
 from zeroshard.planner.boundaries import stage_inputs
+from zeroshard.planner.checkpoint_phases import CheckpointNeeds, checkpoint_phases
 from zeroshard.planner.gpu_kernels import Target, kernels_of
 from zeroshard.planner.places import Places
 from zeroshard.planner.step_log import StepEvent, StepLog
@@ -86,6 +87,8 @@ class Simulation:
     the rank held in the last step, and what it did if that was asked for, in order. ``updated``: what
     its update reads and writes. ``communicators``: that this rank would open on NCCL, besides the
     program's own. ``file_nbytes``: what its swap files reserve.
+    program's own. ``checkpoint``: what saving and loading need, if that was asked for; then there are
+    moments "save" and "load" too.
     """
 
     mesh: Mesh
@@ -105,6 +108,7 @@ class Simulation:
     updated: Updated
     communicators: int
     file_nbytes: int
+    checkpoint: CheckpointNeeds | None = None
 
     def nbytes(self, category: str, tier: str = "device") -> int:
         """Counted bytes of a category. Those of gradients and temporaries are peaks."""
@@ -127,6 +131,7 @@ def simulate(
     steps: int = 2,
     with_events: bool = False,
     target: Target = "cpu",
+    with_checkpoint: bool = False,
 ) -> Simulation:
     """Train ``steps`` steps as ``rank`` of ``mesh`` with fake tensors, and say what that needed.
 
@@ -138,7 +143,7 @@ def simulate(
     loss; a pipeline has its own.
     The first step creates optimizer state, so the second one shows the memory of all later steps.
     ``with_events``: log what the last step does, for its time. ``target``: the kind of device whose
-    operations the model runs.
+    operations the model runs. ``with_checkpoint``: then save and load.
 
     The process must not have a process group. Memory of allocators and of the program itself is not
     counted; that of the transport is if the configuration names one (key ``transport``) for CPU ranks.
@@ -170,7 +175,14 @@ def simulate(
             watch.buffers_nbytes = _buffers_of(engine)
             _expect(engine, arriving)
             step = _stepper(engine, model, inputs, labels, loss_fn, watch)
-            return _last_step(engine, model, step, steps, watch, log, with_events=with_events)
+            found = _last_step(engine, model, step, steps, watch, log, with_events=with_events)
+            return _and_checkpoint(engine, watch, found) if with_checkpoint else found
+
+
+def _and_checkpoint(engine: Engine, watch: Allocations, found: Simulation) -> Simulation:
+    watch.looked = None  # the step is over
+    needs = checkpoint_phases(engine, watch)
+    return replace(found, moments=dict(watch.moments), checkpoint=needs)
 
 
 def observe(
@@ -180,13 +192,15 @@ def observe(
     *,
     loss_fn: Callable[[Any, Any], Tensor],
     steps: int = 2,
+    directory: str = "",
 ) -> Simulation:
     """Train ``steps`` steps for real as this rank, and say what the last one needed, as :func:`simulate`
     does: for comparisons of plans with runs.
 
     All ranks of the process group call it, on the CPU. ``batch`` has values. The transport is "p2p" if
     the configuration names none. Memory inside of kernels is in no number. Every operation is slower than
-    in a run that is not observed.
+    in a run that is not observed. ``directory``: save a checkpoint into it and load it, as the phases
+    "save" and "load".
 
     Raises:
         UsageError: the arguments do not fit together.
@@ -202,7 +216,17 @@ def observe(
         with contextlib.closing(Engine(model, config=chosen)) as engine:
             watch.buffers_nbytes = _buffers_of(engine)
             step = _stepper(engine, model, inputs, labels, loss_fn, watch)
-            return _last_step(engine, model, step, steps, watch, log)
+            found = _last_step(engine, model, step, steps, watch, log)
+            if not directory:
+                return found
+            watch.looked = None
+            watch.phase = "save"
+            watch.look("a save")
+            engine.save_checkpoint(directory)
+            watch.phase = "load"
+            watch.look("a load")
+            engine.load_checkpoint(directory)
+            return replace(found, moments=dict(watch.moments))
 
 
 def _buffers_of(engine: Engine) -> Callable[[], int]:
@@ -336,9 +360,13 @@ LARGEST = 20
 """Storages of a peak that a simulation lists."""
 
 
+OUTSIDE_STEP = ("init", "save", "load")
+"""Phases that are not of a step."""
+
+
 def highest(moments: Mapping[str, Moment]) -> tuple[str, Moment]:
     """The phase of a step whose peak is highest, and that moment."""
-    phases = [item for item in moments.items() if item[0] != "init"]
+    phases = [item for item in moments.items() if item[0] not in OUTSIDE_STEP]
     return max(phases, key=lambda item: item[1].device_nbytes)
 
 

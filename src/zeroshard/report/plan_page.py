@@ -59,6 +59,15 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "ZeRO stage", str(plan["stage"])
     yield "micro-batch", str(plan["micro_batch"])
     yield "state at rest", f"{plan['states_nbytes'] / 1e9:.2f} GB on the device of each rank"
+    if (needs := plan["checkpoint"]) is not None:
+        host = max(needs["write_nbytes"] + needs["copy_nbytes"], needs["read_nbytes"])
+        yield (
+            "checkpoint",
+            (
+                f"{sum(needs['files'].values()):,} bytes in {len(needs['files'])} file(s) of this rank; "
+                f"at most {_size(host)} of host memory to save or load it"
+            ),
+        )
     if plan["one_more_nbytes"] is not None:
         yield "one more sample", f"needs {_size(plan['one_more_nbytes'])}, which does not fit"
     if plan["time"] is None:
@@ -115,7 +124,8 @@ def _phases(plan: Mapping[str, Any]) -> Figure:
         bar_chart(bars, "GiB on the device"),
         ("category, MiB", "tier", *phases),
         [(*key, *(_mib(row.get(phase, 0)) for phase in phases)) for key, row in cells.items()],
-        '"init" is everything before the first step. "others" are activations, temporaries of '
+        '"init" is everything before the first step; "save" and "load" are those of a checkpoint after '
+        'the step. "others" are activations, temporaries of '
         "operations, and gradients before they are in a buffer.",
     )
 
