@@ -54,7 +54,7 @@ engine, *_ = zeroshard.initialize(
 engine.load_checkpoint(folder, missing_ok=True)
 print("starts at", engine.global_steps, flush=True)
 mine = torch.utils.data.Subset(Rows(), range(engine.dp_rank, 64, 2))
-loader = DataLoader(mine, batch_size=4, num_workers=2)
+loader = DataLoader(mine, batch_size=4, num_workers=4)
 for step, batch in enumerate(loader):
     if step < engine.global_steps:
         continue

@@ -172,6 +172,11 @@ class CheckpointLoader:
         def look() -> list[str]:
             if self._rank_info.rank:
                 return []
+            if root.exists() and not root.is_dir():
+                raise CheckpointError(
+                    f"{root} is not a directory. A run that began anew would lose what was saved. "
+                    "Pass the directory that was given to save_checkpoint()."
+                )
             if tag is places.NEWEST:
                 return places.newest_first(root)
             if tag is None and missing_ok and not (root / places.LATEST).exists():
