@@ -77,6 +77,11 @@ class AcceleratorOps(DeviceOps):
         free, _ = torch.accelerator.get_memory_info(self.device)
         return int(free)
 
+    def allocatable_nbytes(self) -> int:
+        """See :class:`DeviceOps`."""
+        kept = torch.accelerator.memory_reserved(self.device)
+        return self.free_nbytes() + int(kept - torch.accelerator.memory_allocated(self.device))
+
     def memory_in_use(self) -> tuple[int, int] | None:
         """See :class:`DeviceOps`."""
         memory = torch.accelerator

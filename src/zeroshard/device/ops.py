@@ -194,6 +194,10 @@ class DeviceOps:
         """Free bytes of the device's memory, as its driver counts them. 0 on the CPU."""
         return 0
 
+    def allocatable_nbytes(self) -> int:
+        """Bytes that torch can still give: free ones, and those that it keeps. 0 on the CPU."""
+        return 0
+
     def memory_in_use(self) -> tuple[int, int] | None:
         """Bytes that tensors occupy now, and at most so far. None: the device has no counter."""
         return None

@@ -33,6 +33,7 @@ from zeroshard.engine.build_observer import make_observer
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
+from zeroshard.engine.free_memory import check_memory, new_nbytes
 from zeroshard.engine.non_finite import NanPolicy, nan_policy
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader
@@ -44,6 +45,7 @@ from zeroshard.engine.pipeline_traffic import (
     agreed_traffic,
     facts_of,
 )
+from zeroshard.engine.remedies import Run, is_offloaded
 from zeroshard.engine.restarts import tell_launcher
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.tied_units import (
@@ -431,6 +433,14 @@ def _build_runtime(
                 has_copy_streams=has_copy_streams(draft.device),
             ),
         )  # fmt: skip
+    if draft.device.type != "cpu" or not offload_plan.is_offloaded:
+        forecast += check_memory(
+            new_nbytes(state_nbytes(plan, stage, comm.rank), model, draft.device),
+            watch.world,
+            draft.rank_info.rank,
+            draft.device,
+            _states_only(plan, config, draft.device),
+        )
     traffic = _traffic(draft, watch, plan, stage)
     ledger, life = Ledger(), Life()
     stores = Stores(config, ledger, offload_plan, draft.device)
@@ -448,6 +458,24 @@ def _build_runtime(
         stores, forecast, life, traffic,
         [unit for spec, unit in zip(specs, units, strict=True) if spec.pipeline_stage is None],
     )  # fmt: skip
+
+
+def _states_only(plan: Sequence[UnitBytes], config: Config, device: torch.device) -> Run:
+    """The run for a choice of remedies while nothing but its states is known, as of its first rank."""
+    zero = config.zero_optimization
+    return Run(
+        units=plan,
+        accumulated=plan,
+        rank=0,
+        stage=int(zero.stage),
+        micro_batch=1,
+        accumulation=1,
+        activation_nbytes=0,
+        has_host=device.type != "cpu",
+        can_checkpoint=False,
+        offloads_optimizer=is_offloaded(zero.offload_optimizer),
+        offloads_params=is_offloaded(zero.offload_param),
+    )
 
 
 def _traffic(

@@ -19,7 +19,7 @@ from zeroshard.core.ledger import RESTING, TEMPORARY, TRANSPORT, Ledger
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.device.choice import ops_of
-from zeroshard.engine.remedies import Remedy, Run, accumulating, remedies
+from zeroshard.engine.remedies import Remedy, Run, accumulating, is_offloaded, remedies
 from zeroshard.launch.cgroup import read_peak_rss_nbytes, read_rss_nbytes
 from zeroshard.memory.host_limits import host_limits
 
@@ -153,13 +153,9 @@ def _run_of(engine: Any, activations: int) -> Run:
         can_checkpoint=hasattr(model, "gradient_checkpointing_enable")
         and getattr(model, "supports_gradient_checkpointing", True)
         and not getattr(model, "is_gradient_checkpointing", False),
-        offloads_optimizer=_is_offloaded(zero.offload_optimizer),
-        offloads_params=_is_offloaded(zero.offload_param),
+        offloads_optimizer=is_offloaded(zero.offload_optimizer),
+        offloads_params=is_offloaded(zero.offload_param),
     )
-
-
-def _is_offloaded(section: Any) -> bool:
-    return section is not None and TIERS[section.device] is not Tier.DEVICE
 
 
 def _table(engine: Any, activations: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES
-from zeroshard.core.tiers import Tier
+from zeroshard.core.tiers import TIERS, Tier
 
 SLOWDOWNS = {
     "stage 2": 0.01,
@@ -149,6 +149,11 @@ def _smaller_batch(run: Run, missing: int) -> Iterator[Remedy]:
         text = f"micro-batch {run.micro_batch // parts} instead of {run.micro_batch}, the same step"
         yield Remedy(text, json.dumps(keys), freed, SLOWDOWNS["micro-batch"])
         return
+
+
+def is_offloaded(section: Any) -> bool:
+    """Whether a section of the configuration takes state off the device."""
+    return section is not None and TIERS[section.device] is not Tier.DEVICE
 
 
 def accumulating(unit: UnitBytes, sum_nbytes: int) -> UnitBytes:

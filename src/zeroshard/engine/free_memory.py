@@ -1,0 +1,122 @@
+"""Compares what a run plans to hold with free memory, before it allocates anything.
+
+What surely cannot fit is an error on every rank, with changes of the configuration that free memory.
+State
+in host memory and on disks, if the configuration moves some there, is checked by
+:mod:`zeroshard.offload.capacity_check`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.host import host_number
+from zeroshard.core.ledger import Key
+from zeroshard.core.tiers import Tier
+from zeroshard.device.choice import ops_of
+from zeroshard.engine.remedies import Run, remedies
+from zeroshard.errors import HostMemoryError
+from zeroshard.memory.host_limits import host_limits
+
+TIGHT = 0.8
+"""A larger part of the free memory for state alone leaves little for activations."""
+
+_UNKNOWN_NBYTES = 1 << 52  # exact in float64
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One rank: its number, its host (a number), bytes that it will allocate, bytes that are free."""
+
+    rank: int
+    host: int
+    new_nbytes: int
+    free_nbytes: int
+
+
+def new_nbytes(planned: Mapping[Key, int], model: nn.Module, device: torch.device) -> int:
+    """Bytes on the device that the plan has beyond the model's own parameters there, at least."""
+    kept = {
+        storage._cdata: storage.nbytes()
+        for param in model.parameters()
+        if param.device.type == device.type
+        for storage in [param.untyped_storage()]
+    }
+    total = sum(nbytes for (_, tier), nbytes in planned.items() if tier is Tier.DEVICE)
+    return max(0, total - sum(kept.values()))
+
+
+def check_memory(
+    wanted_nbytes: int, comm: Comm, rank: int, device: torch.device, run: Run
+) -> list[str]:
+    """Refuse a run whose state does not fit. Collective.
+
+    Returns lines: nothing, or that the memory is tight.
+
+    Raises:
+        HostMemoryError: on all ranks, if one of the devices or hosts has too little memory.
+    """
+    on_cpu = device.type == "cpu"
+    free = host_limits().free_nbytes if on_cpu else ops_of(device).allocatable_nbytes()
+    row = [rank, host_number(), wanted_nbytes, _UNKNOWN_NBYTES if free is None else free]
+    row_K = torch.tensor(row, dtype=torch.float64).to(device)
+    rows = comm.all_gather_small(row_K, name="free memory")
+    if isinstance(rows, FakeTensor):
+        return []
+    needs = [Need(*map(int, numbers)) for numbers in rows.tolist()]
+    return verdict(needs, run, shared=on_cpu)
+
+
+def verdict(needs: Sequence[Need], run: Run, *, shared: bool) -> list[str]:
+    """See :func:`check_memory`. ``shared``: the ranks of a host share its memory."""
+    places: dict[tuple[int, int], list[Need]] = defaultdict(list)
+    for need in needs:
+        places[need.host, 0 if shared else need.rank].append(need)
+    tight: list[str] = []
+    for ranks in places.values():
+        wanted = sum(need.new_nbytes for need in ranks)
+        free = min(need.free_nbytes for need in ranks)
+        if wanted > free:
+            raise HostMemoryError("\n".join(_refusal(ranks, wanted, free, run, shared=shared)))
+        if wanted > TIGHT * free:
+            tight.append(
+                f"state will take {_gib(wanted)} of the {_gib(free)} GiB that are free for "
+                f"{_who(ranks)}; gathered parameters and activations come on top, and probably do not "
+                "fit. `zeroshard plan` tells what the run needs."
+            )
+    return tight[:1]
+
+
+def _refusal(
+    ranks: Sequence[Need], wanted: int, free: int, run: Run, *, shared: bool
+) -> Iterator[str]:
+    memory = "host memory" if shared else "device memory"
+    yield (
+        f"This run does not fit: parameters, gradients and optimizer state of {_who(ranks)} take "
+        f"{_gib(wanted)} GiB of {memory} more, and {_gib(free)} GiB are free. Nothing was allocated."
+    )
+    found = remedies(run, (wanted - free) // len(ranks))
+    if not found:
+        yield "More ranks or hosts, or a smaller model, would help; a higher stage would not."
+        return
+    yield "Each of these frees memory:"
+    for number, each in enumerate(found, start=1):
+        yield f"  {number}. {each.text}: about {_gib(each.freed_nbytes)} GiB per rank"
+        yield f"     {each.line}"
+
+
+def _who(ranks: Sequence[Need]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0].rank}"
+    return f"{len(ranks)} ranks of one host (from rank {ranks[0].rank})"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"
