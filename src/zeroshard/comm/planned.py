@@ -29,7 +29,12 @@ from zeroshard.errors import UsageError
 
 
 class PlannedComm(ProcessGroupComm):
-    """Checks what the fake group does not: sizes and dtypes. Holds no memory."""
+    """Checks what the fake group does not: sizes and dtypes. Holds no memory.
+
+    ``adds``: a rank adds what the others send.
+    """
+
+    adds = False
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Nothing moves."""
@@ -40,7 +45,7 @@ class PlannedComm(ProcessGroupComm):
         """Nothing moves."""
         self._check("reduce_scatter", name, full_N, out_S)
         handle = super().reduce_scatter(out_S, full_N, name=name)
-        if self.size == 2 or handle is DONE:
+        if not self.adds or self.size == 2 or handle is DONE:
             return handle
 
         def add() -> None:
@@ -60,6 +65,7 @@ class PlannedComm(ProcessGroupComm):
 class PlannedScratch(PlannedComm):
     """Keeps buffers for incoming chunks, as p2p does; ``whole``: for all ranks' chunks, as gloo."""
 
+    adds = True
     whole = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -94,6 +100,8 @@ class PlannedGloo(PlannedScratch):
 
 class PlannedShm(PlannedComm):
     """The blocks of :class:`~zeroshard.comm.shm.ShmComm`."""
+
+    adds = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
