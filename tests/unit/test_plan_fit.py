@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from zeroshard.planner.fit import STRATEGIES, Candidate, Strategy, search
+from zeroshard.planner.candidates import STRATEGIES, Candidate, Strategy
+from zeroshard.planner.fit import search
 
 STATES = {1: 900, 2: 700, 3: 300}
 
@@ -26,12 +27,12 @@ def found(limit: int, *, aim: Any = "speed", samples: int = 12, bend: int = 0, *
     made: list[Candidate] = []
 
     def simulated(candidate: Candidate) -> Any:
-        assert candidate.accumulation <= 2  # the third micro-batch needs what the second needs
         made.append(candidate)
-        return SimpleNamespace(peak_nbytes=peak(candidate, bend=bend))
+        nbytes = peak(candidate, bend=bend)
+        return SimpleNamespace(peak_nbytes=nbytes, fits=nbytes <= limit)
 
     keys = {"can_checkpoint": True, **keys}
-    result = search(simulated, {}, aim=aim, samples=samples, limit_nbytes=limit, **keys)
+    result = search(simulated, {}, aim=aim, samples=samples, **keys)
     assert len(set(made)) == len(made) == result.simulations
     return result
 
@@ -59,9 +60,9 @@ def test_the_result_is_that_of_looking_at_every_candidate(samples, bend):
         assert result.chosen == expected, limit
         assert result.count == 12 * len([n for n in range(1, samples + 1) if samples % n == 0])
         if expected is not None and result.larger is not None:
-            larger, nbytes = result.larger
+            larger = result.larger.candidate
             assert larger.micro_batch > expected.micro_batch
-            assert nbytes == peak(larger, bend=bend) > limit
+            assert result.larger.peak_nbytes == peak(larger, bend=bend) > limit
 
 
 def test_hundreds_of_candidates_cost_few_simulations():
@@ -75,11 +76,10 @@ def test_a_peak_that_does_not_depend_on_small_batches_costs_few_simulations():
 
     def simulated(candidate: Candidate) -> Any:
         made.append(candidate)
-        return SimpleNamespace(peak_nbytes=max(900, 30 * candidate.micro_batch))
+        nbytes = max(900, 30 * candidate.micro_batch)
+        return SimpleNamespace(peak_nbytes=nbytes, fits=nbytes <= 1000)
 
-    result = search(
-        simulated, {}, aim="speed", samples=360, limit_nbytes=1000, can_checkpoint=False
-    )
+    result = search(simulated, {}, aim="speed", samples=360, can_checkpoint=False)
     assert result.chosen == Candidate(Strategy(1), False, 30, 12)
     assert len(made) <= 8
 
@@ -92,15 +92,17 @@ def test_the_smallest_peak():
 
 def test_a_model_without_checkpointing():
     result = found(5000, can_checkpoint=False)
-    assert {group.checkpointing for group in result.groups} == {False}
+    assert {each.candidate.checkpointing for each in result.judged} == {False}
     assert result.count == 36
 
 
 def test_what_fits_nowhere_is_the_smallest_of_all():
     result = found(10)
     assert result.chosen is None
-    assert result.plan.peak_nbytes == min(group.peak_nbytes for group in result.groups)
-    assert not any(group.fits for group in result.groups)
+    assert result.plan.peak_nbytes == min(
+        each.peak_nbytes for each in result.judged if each.simulated
+    )
+    assert {each.why for each in result.judged} == {"does not fit", "does not fit with one sample"}
 
 
 def test_a_candidate_changes_the_keys_of_its_axes_only():

@@ -125,14 +125,11 @@ def plan_command(
         with errors_told():
             if batch is not None:
                 raise UsageError("--fit chooses the micro-batch. Leave --batch out.")
-            if machine is not None:
-                raise UsageError(
-                    "--fit does not compare step times: its order of speed is one of experience. Leave "
-                    "--machine out, and plan the configuration that it prints with --machine."
-                )
+            computer = None if machine is None else load_machine(machine)
             searched = fit_run(
-                model, Path(config), aim=fit.value, ranks=ranks, length=seq, memory_gib=memory
-            )
+                model, Path(config), aim=fit.value, ranks=ranks, length=seq, memory_gib=memory,
+                machine=computer, target=None if target is None else target.value,
+            )  # fmt: skip
         if as_json:
             print(json.dumps(searched.as_dict(), indent=1))
         else:

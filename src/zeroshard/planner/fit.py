@@ -1,7 +1,8 @@
 """Searches a configuration that fits: stage, offload, activation checkpointing and micro-batch.
 
-The batch of a step stays. Candidates are ordered by how much they slow a step down, as far as this is
-known without a machine: first along :data:`STRATEGIES`, of each first without activation checkpointing,
+The batch of a step stays. With a machine, candidates are ordered by the predicted time of a step
+(:mod:`zeroshard.planner.fit_time`). Without one they are ordered by how much they slow a step down, as
+far as this is known: first along :data:`STRATEGIES`, of each first without activation checkpointing,
 then by larger micro-batches. The peak of a strategy grows with the micro-batch. So one simulation with
 one sample rules out a strategy that does not fit, and bisection finds the largest micro-batch of the
 first one that does: hundreds of candidates cost about ten simulations. What is printed was simulated.
@@ -11,135 +12,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from zeroshard.config import load_config
+from zeroshard.config.machine_file import MachineFile
 from zeroshard.errors import UsageError
+from zeroshard.planner.candidates import STRATEGIES, Aim, Candidate, Fit, Judged
+from zeroshard.planner.fit_time import search_by_time
+from zeroshard.planner.gpu_kernels import Target
 from zeroshard.planner.model_source import can_checkpoint
-from zeroshard.planner.plan import Plan, config_dict, explained, limit_of, make_plan
-
-Aim: TypeAlias = Literal["speed", "memory"]
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """A stage of ZeRO, and what is offloaded to host memory."""
-
-    stage: int
-    optimizer: bool = False
-    params: bool = False
-
-    @property
-    def text(self) -> str:
-        """In words."""
-        away = ["optimizer"] * self.optimizer + ["parameters"] * self.params
-        return f"stage {self.stage}" + (f", {' and '.join(away)} offloaded" if away else "")
-
-
-STRATEGIES = (
-    (Strategy(1), Strategy(2)),
-    (Strategy(2, optimizer=True),),
-    (Strategy(3),),
-    (Strategy(3, optimizer=True),),
-    (Strategy(3, optimizer=True, params=True),),
-)
-"""From the fastest to the one that needs the least device memory. Stages 1 and 2 are as fast."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One configuration. ``micro_batch`` times ``accumulation`` samples are a rank's part of a step."""
-
-    strategy: Strategy
-    checkpointing: bool
-    micro_batch: int
-    accumulation: int
-
-    @property
-    def text(self) -> str:
-        """In words."""
-        how = "with" if self.checkpointing else "without"
-        return (
-            f"{self.strategy.text}, {how} activation checkpointing, micro-batch {self.micro_batch} x "
-            f"accumulation {self.accumulation}"
-        )
-
-    def config(self, base: Mapping[str, Any]) -> dict[str, Any]:
-        """``base`` with this candidate's keys. Offload sections that ``base`` has are used."""
-        zero = dict(base.get("zero_optimization") or {})
-        wanted = {
-            "offload_optimizer": self.strategy.optimizer,
-            "offload_param": self.strategy.params,
-        }
-        own = {key: zero.pop(key, None) for key in wanted}
-        for key, on in wanted.items():
-            if on:
-                given = own[key] or {}
-                is_away = given.get("device") not in (None, "none")
-                zero[key] = given if is_away else {**given, "device": "cpu"}
-        others = {key: value for key, value in base.items() if key != "train_batch_size"}
-        return {  # train_batch_size follows from micro-batch, accumulation and ranks
-            **others,
-            "train_micro_batch_size_per_gpu": self.micro_batch,
-            "gradient_accumulation_steps": self.accumulation,
-            "zero_optimization": {**zero, "stage": self.strategy.stage},
-        }
-
-
-@dataclass(frozen=True)
-class Group:
-    """The candidates of one strategy, with or without checkpointing.
-
-    ``largest``: the largest micro-batch that fits, or 1 if none does. ``peak_nbytes``: its peak; None:
-    the group was not looked at, because a faster one fits.
-    """
-
-    strategy: Strategy
-    checkpointing: bool
-    largest: Candidate
-    peak_nbytes: int | None
-    fits: bool
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The result of a search. ``chosen``: None if nothing fits; then ``plan`` is the smallest peak.
-
-    ``larger``: the next larger micro-batch of the chosen strategy and its peak, which does not fit; None:
-    the chosen one is the largest, or the aim is "memory".
-    """
-
-    aim: Aim
-    chosen: Candidate | None
-    plan: Plan
-    config: Mapping[str, Any]
-    groups: Sequence[Group]
-    larger: tuple[Candidate, int] | None
-    count: int
-    simulations: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return {
-            "aim": self.aim,
-            "chosen": None if self.chosen is None else self.chosen.text,
-            "checkpointing": self.chosen is not None and self.chosen.checkpointing,
-            "config": dict(self.config),
-            "next_larger": None if self.larger is None else {
-                "micro_batch": self.larger[0].micro_batch, "peak_nbytes": self.larger[1]
-            },
-            "candidates": self.count,
-            "simulations": self.simulations,
-            "groups": [
-                {"strategy": g.strategy.text, "checkpointing": g.checkpointing, "fits": g.fits,
-                 "micro_batch": g.largest.micro_batch, "peak_nbytes": g.peak_nbytes}
-                for g in self.groups
-            ],
-            "plan": self.plan.as_dict(),
-        }  # fmt: skip
+from zeroshard.planner.plan import Plan, config_dict, explained, make_plan
 
 
 def fit(
@@ -150,17 +34,19 @@ def fit(
     ranks: int,
     length: int | None = None,
     memory_gib: float | None,
+    machine: MachineFile | None = None,
+    target: Target | None = None,
 ) -> Fit:
     """The configuration for a model that fits ``memory_gib``, with the batch of a step as it is.
 
-    Arguments and errors as for :func:`~zeroshard.planner.plan.make_plan`. ``aim``: see :func:`search`.
+    Arguments and errors as for :func:`~zeroshard.planner.plan.make_plan`. ``aim``: see :func:`search`;
+    with a machine, "speed" is the smallest predicted time of a step.
 
     Raises:
         UsageError: there is no limit, or the model has a batch of its own.
     """
-    if memory_gib is None:
+    if memory_gib is None and (machine is None or machine.device.memory_bytes is None):
         raise UsageError(f"--fit {aim} fits a run into --memory, which is not given.")
-    limit_nbytes = limit_of(memory_gib)
     base = config_dict(config)
     settings = load_config(base, world_size=ranks).config
     size, steps = settings.train_micro_batch_size_per_gpu, settings.gradient_accumulation_steps
@@ -168,13 +54,9 @@ def fit(
 
     def simulated(candidate: Candidate) -> Plan:
         made = make_plan(
-            model,
-            candidate.config(base),
-            ranks=ranks,
-            length=length,
-            memory_gib=memory_gib,
-            checkpointing=candidate.checkpointing,
-        )
+            model, candidate.config(base), ranks=ranks, length=length, memory_gib=memory_gib,
+            checkpointing=candidate.checkpointing, machine=machine, target=target, few=True,
+        )  # fmt: skip
         if made.own_batch:
             raise UsageError(
                 f"--fit cannot change the batch of {model}, which returns one. Let the function return "
@@ -184,10 +66,10 @@ def fit(
 
     with explained(model):
         able = can_checkpoint(model)
-    return search(
-        simulated, base, aim=aim, samples=size * (steps or 1), limit_nbytes=limit_nbytes,
-        can_checkpoint=able,
-    )  # fmt: skip
+    samples = size * (steps or 1)
+    if machine is not None and aim == "speed":
+        return search_by_time(simulated, base, machine, samples=samples, can_checkpoint=able)
+    return search(simulated, base, aim=aim, samples=samples, can_checkpoint=able)
 
 
 def search(
@@ -196,60 +78,80 @@ def search(
     *,
     aim: Aim,
     samples: int,
-    limit_nbytes: int,
     can_checkpoint: bool,
 ) -> Fit:
     """The first candidate that fits, in the order of ``aim``.
 
     ``simulated`` gives a candidate's plan. ``samples``: of one rank in a step. "speed": the fastest
-    candidate that fits. "memory": the one with the smallest peak.
+    candidate that fits, in the order of experience. "memory": the one with the smallest peak.
     """
     sizes = [size for size in range(1, samples + 1) if samples % size == 0]
     runs = _Runs(simulated, samples)
-    groups: list[Group] = []
     chosen: Candidate | None = None
+    looked: list[Candidate] = []
     choices = (False, True) if can_checkpoint else (False,)
     kinds = [(each, on) for group in STRATEGIES for on in choices for each in group]
     for strategy, checkpointing in kinds:
         first = Candidate(strategy, checkpointing, 1, samples)
-        if chosen is not None and aim == "speed":
-            groups.append(Group(strategy, checkpointing, first, None, fits=False))
-            continue
-        largest, fits = first, runs.peak_nbytes(first) <= limit_nbytes
-        if fits and aim == "speed":
-            chosen = largest = _largest(runs, first, sizes, limit_nbytes)
-        groups.append(Group(strategy, checkpointing, largest, runs.peak_nbytes(largest), fits))
-    looked = [group for group in groups if group.peak_nbytes is not None]
-    smallest = min(looked, key=lambda group: group.peak_nbytes or 0)
-    if aim == "memory" and smallest.fits:
-        chosen = smallest.largest
-    best = chosen or smallest.largest
+        looked.append(first)
+        if aim == "speed" and runs.plan(first).fits:
+            chosen = _largest(runs, first, sizes)
+            break
+    smallest = min(looked, key=lambda each: runs.plan(each).peak_nbytes)
+    if aim == "memory" and runs.plan(smallest).fits:
+        chosen = smallest
     larger = None
     if chosen is not None and aim == "speed":
         ways = runs.sizes_of(chosen, sizes)
-        larger = next((way for way in ways if way.micro_batch > chosen.micro_batch), None)
+        after = next((way for way in ways if way.micro_batch > chosen.micro_batch), None)
+        if after is not None:
+            larger = Judged(after, runs.plan(after).peak_nbytes, None, True, "does not fit")
+    best = chosen or smallest
+    judged = [
+        _judged(runs, Candidate(*kind, size, samples // size), chosen, aim, looked)
+        for kind in kinds
+        for size in sizes
+    ]
     return Fit(
-        aim,
-        chosen,
-        runs.plan(best),
-        best.config(base),
-        groups,
-        None if larger is None else (larger, runs.peak_nbytes(larger)),
-        len(kinds) * len(sizes),
-        runs.count,
-    )
+        aim, chosen, runs.plan(best), best.config(base), judged, larger, runs.count,
+        "The order of speed is one of experience: no machine was measured.",
+    )  # fmt: skip
 
 
-def _largest(runs: _Runs, first: Candidate, sizes: Sequence[int], limit_nbytes: int) -> Candidate:
+def _judged(
+    runs: _Runs, own: Candidate, chosen: Candidate | None, aim: Aim, looked: Sequence[Candidate]
+) -> Judged:
+    """Why a candidate was not chosen."""
+    first = replace(own, micro_batch=1, accumulation=own.micro_batch * own.accumulation)
+    known = runs.known(own)
+    peak_nbytes = None if known is None else known.peak_nbytes
+    if own == chosen:
+        why = "chosen"
+    elif first not in looked:
+        why = "slower in the order of experience"
+    elif not runs.plan(first).fits:
+        why = "does not fit" + ("" if own == first else " with one sample")
+    elif chosen is None or aim == "memory":
+        why = "needs more memory"
+    elif own.micro_batch < chosen.micro_batch:
+        why = "smaller micro-batches are slower"
+    else:
+        why = "does not fit, as the next larger micro-batch"
+    return Judged(own, peak_nbytes, None, known is not None, why)
+
+
+def _largest(runs: _Runs, first: Candidate, sizes: Sequence[int]) -> Candidate:
     """The candidate with the largest micro-batch that fits. ``first``, with one sample, does.
 
     The largest size is tried first: without accumulation a step holds less, so it may fit although a
     smaller one does not.
     """
     ways = list(runs.sizes_of(first, sizes))
-    if runs.peak_nbytes(ways[-1]) <= limit_nbytes:
+    if runs.plan(ways[-1]).fits:
         return ways[-1]
-    too_large = bisect_right(ways, limit_nbytes, lo=1, hi=len(ways) - 1, key=runs.peak_nbytes)
+    too_large = bisect_right(
+        ways, False, lo=1, hi=len(ways) - 1, key=lambda way: not runs.plan(way).fits
+    )
     return ways[too_large - 1]
 
 
@@ -258,22 +160,23 @@ class _Runs:
 
     def __init__(self, simulated: Callable[[Candidate], Plan], samples: int) -> None:
         self._samples = samples
-        self.count = 0
+        self._plans: dict[Candidate, Plan] = {}
+        self._simulated = simulated
 
-        @cache
-        def plan(candidate: Candidate) -> Plan:
-            self.count += 1
-            return simulated(candidate)
-
-        self._plan = plan
+    @property
+    def count(self) -> int:
+        """Simulations that were made."""
+        return len(self._plans)
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The plan. Micro-batches after the second hold nothing more, so at most two are simulated."""
-        return self._plan(replace(candidate, accumulation=min(candidate.accumulation, 2)))
+        """The plan of a candidate."""
+        if candidate not in self._plans:
+            self._plans[candidate] = self._simulated(candidate)
+        return self._plans[candidate]
 
-    def peak_nbytes(self, candidate: Candidate) -> int:
-        """The peak of a candidate."""
-        return self.plan(candidate).peak_nbytes
+    def known(self, candidate: Candidate) -> Plan | None:
+        """The plan of a candidate, if it was simulated."""
+        return self._plans.get(candidate)
 
     def sizes_of(self, like: Candidate, sizes: Sequence[int]) -> Iterator[Candidate]:
         """The candidate with each size of micro-batch."""

@@ -164,6 +164,7 @@ def make_plan(
     machine: MachineFile | None = None,
     target: Target | None = None,
     with_events: bool = False,
+    few: bool = False,
 ) -> Plan:
     """Simulate one rank of a run and say what it needs. Must be called outside of any process group.
 
@@ -171,7 +172,8 @@ def make_plan(
     ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample; ``memory_gib``: of one device;
     ``checkpointing``: call the model's ``gradient_checkpointing_enable()``. ``machine``: predict the time
     of a step on it, and compare the peak with its memory if ``memory_gib`` is not given. ``target``: see
-    :func:`target_of`. ``with_events``: keep what the step does, for a trace.
+    :func:`target_of`. ``with_events``: keep what the step does, for a trace. ``few``: simulate two
+    micro-batches of a step at most; later ones hold and take what the second does.
     All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all.
 
     Raises:
@@ -204,6 +206,10 @@ def make_plan(
     transport = chosen.get("transport", "auto")
     if kind == "cpu" and transport == "auto" and mesh.world_size > 1:
         transport = chosen["transport"] = "shm"
+    count = settings.gradient_accumulation_steps or 1
+    if few and count > 2:
+        chosen.pop("train_batch_size", None)
+        chosen["gradient_accumulation_steps"] = 2
     with explained(source.name):
         found = simulate(
             source.build, chosen, source.batch, mesh=mesh, rank=0, loss_fn=source.loss,
@@ -215,6 +221,8 @@ def make_plan(
             "all ranks are on one host and communicate through shared memory; for ranks of several "
             'hosts, "transport": "p2p"',
         )
+    if few and count > 2:
+        assumed += (f"2 of {count} micro-batches of a step were simulated: traffic is that of 2",)
     if memory_gib is None and machine is not None and machine.device.memory_bytes is not None:
         limit_nbytes, said = device_memory(machine, found.communicators)
         assumed += (said,)
@@ -239,7 +247,8 @@ def _time(found: Simulation, machine: MachineFile, settings: Config, batch: Any)
     assert size is not None
     ids = batch[0].get("input_ids") if isinstance(batch[0], Mapping) else None
     tokens = 0 if ids is None else samples * (ids.numel() // len(ids))
-    return step_time(found, machine, samples=samples, tokens=tokens)
+    count = settings.gradient_accumulation_steps
+    return step_time(found, machine, samples=samples, tokens=tokens, micro_batches=count)
 
 
 def target_of(machine: MachineFile | None, asked: Target | None) -> Target:

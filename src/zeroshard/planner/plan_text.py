@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zeroshard.planner.candidates import Fit, Judged
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
-from zeroshard.planner.fit import Fit
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulate import highest
 from zeroshard.planner.step_time import NOT_MODELLED, StepTime
@@ -53,41 +53,66 @@ def show_fit(fit: Fit, console: Console) -> None:
                 "gradient_checkpointing=True)\n",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
-    console.print(_groups(fit))
-    slower = sum(group.peak_nbytes is None for group in fit.groups)
-    if slower:
-        console.print(
-            f"{slower} slower strategies were not needed", highlight=False, soft_wrap=True
-        )
+    table = _best_of_kinds(fit)
+    console.print(table)
     if fit.larger is not None:
-        larger, peak = fit.larger
+        larger = fit.larger
         console.print(
-            f"the next micro-batch, {larger.micro_batch}, needs {peak / GIB:.2f} GiB",
+            f"the next micro-batch, {larger.candidate.micro_batch}: {larger.why} "
+            f"({(larger.peak_nbytes or 0) / GIB:.2f} GiB)",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
+    left_out = sum(
+        each.peak_nbytes is None and each.candidate.micro_batch == 1 for each in fit.judged
+    )
+    if left_out:
+        console.print(
+            f"{left_out} kinds are not in the table: they cannot be faster", highlight=False
+        )
+    left_out = len(kinds_of(fit)) - table.row_count
+    if left_out:
+        console.print(f"{left_out} kinds are not in the table: they are slower", highlight=False)
     console.print(
-        f"{fit.count} configurations by {fit.simulations} simulations. The order of speed is one of "
-        "experience: no machine was measured.\n",
+        f"{fit.count} configurations by {fit.simulations} simulations; --json has why each was not "
+        f"chosen. {fit.order}\n",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     show(fit.plan, console)
 
 
-def _groups(fit: Fit) -> Table:
+def _best_of_kinds(fit: Fit) -> Table:
+    """One row for each stage, offload and checkpointing: of what fits the fastest."""
     table = Table(
-        "configuration", "checkpointing", "micro-batch", "peak GiB", "",
-        title="fastest first" if fit.aim == "speed" else "each with the smallest micro-batch",
+        "configuration", "checkpointing", "micro-batch", "peak GiB", "step", "",
+        title="the best of each kind",
     )  # fmt: skip
-    for group in fit.groups:
-        if group.peak_nbytes is None:
+    for (text, checkpointing), rows in kinds_of(fit).items():
+        best = min(rows, key=_rank)
+        if best.peak_nbytes is None:  # left out
             continue
-        chosen = group.largest == fit.chosen
+        if best.peak_nbytes is None:  # left out
+            continue
+        peak, seconds = best.peak_nbytes, best.seconds
         table.add_row(
-            group.strategy.text, _yes(group.checkpointing), str(group.largest.micro_batch),
-            f"{group.peak_nbytes / GIB:.2f}",
-            "chosen" if chosen else "fits" if group.fits else "does not fit",
+            text, _yes(checkpointing), str(best.candidate.micro_batch),
+            "" if peak is None else f"{peak / GIB:.2f}", "" if seconds is None else _s(seconds),
+            escape(best.why),
         )  # fmt: skip
     return table
+
+
+def kinds_of(fit: Fit) -> dict[tuple[str, bool], list[Judged]]:
+    """The candidates of each stage and offload, with or without checkpointing."""
+    kinds: dict[tuple[str, bool], list[Judged]] = {}
+    for each in fit.judged:
+        own = each.candidate
+        kinds.setdefault((own.strategy.text, own.checkpointing), []).append(each)
+    return kinds
+
+
+def _rank(row: Judged) -> tuple[bool, bool, float]:
+    fails = row.why.startswith("does not fit")
+    return row.why != "chosen", fails, (row.peak_nbytes or 0) if fails else row.seconds or 0.0
 
 
 def _yes(on: bool) -> str:

@@ -86,9 +86,9 @@ class Simulation:
     storages at the highest of these moments of the last step. ``units``: their names. ``events``: what
     the rank held in the last step, and what it did if that was asked for, in order. ``updated``: what
     its update reads and writes. ``communicators``: that this rank would open on NCCL, besides the
-    program's own. ``file_nbytes``: what its swap files reserve.
-    program's own. ``checkpoint``: what saving and loading need, if that was asked for; then there are
-    moments "save" and "load" too.
+    program's own. ``file_nbytes``: what its swap files reserve. ``starts``: of each micro-batch, how many
+    events come before it. ``checkpoint``: what saving and loading need, if that was asked for; then there
+    are moments "save" and "load" too.
     """
 
     mesh: Mesh
@@ -108,6 +108,7 @@ class Simulation:
     updated: Updated
     communicators: int
     file_nbytes: int
+    starts: tuple[int, ...] = ()
     checkpoint: CheckpointNeeds | None = None
 
     def nbytes(self, category: str, tier: str = "device") -> int:
@@ -174,7 +175,7 @@ def simulate(
         with contextlib.closing(Engine(model, config=config, mesh=mesh, plan=plan)) as engine:
             watch.buffers_nbytes = _buffers_of(engine)
             _expect(engine, arriving)
-            step = _stepper(engine, model, inputs, labels, loss_fn, watch)
+            step = _stepper(engine, model, inputs, labels, loss_fn, watch, log)
             found = _last_step(engine, model, step, steps, watch, log, with_events=with_events)
             return _and_checkpoint(engine, watch, found) if with_checkpoint else found
 
@@ -215,7 +216,7 @@ def observe(
         chosen = {"transport": "p2p", **config}
         with contextlib.closing(Engine(model, config=chosen)) as engine:
             watch.buffers_nbytes = _buffers_of(engine)
-            step = _stepper(engine, model, inputs, labels, loss_fn, watch)
+            step = _stepper(engine, model, inputs, labels, loss_fn, watch, log)
             found = _last_step(engine, model, step, steps, watch, log)
             if not directory:
                 return found
@@ -277,6 +278,7 @@ def _stepper(
     labels: Any,
     loss_fn: Callable[[Any, Any], Tensor] | None,
     watch: Allocations,
+    log: StepLog,
 ) -> Callable[[], None]:
     """A function that takes one optimizer step and says which phase runs."""
     count = engine.accumulation.steps
@@ -298,6 +300,7 @@ def _stepper(
     def step() -> None:
         for _ in range(count):
             watch.phase = "forward"
+            log.begin_micro_batch()
             loss = loss_fn(engine(*by_place, **by_name), labels)
             watch.phase = "backward"
             engine.backward(loss)
@@ -319,6 +322,7 @@ def _begin(engine: Engine, watch: Allocations, log: StepLog) -> None:
     gc.collect()
     watch.measure(engine.runtime.ledger, Places(engine.module))
     log.calls.clear()
+    log.starts.clear()
     for recorder in engine._watch.recorders:
         recorder.reset_traffic()
 
@@ -344,6 +348,7 @@ def _result(engine: Engine, model: nn.Module, watch: Allocations, log: StepLog) 
         updated_by(engine),
         _communicators(engine),
         engine.runtime.stores.file_nbytes,
+        tuple(log.starts),
     )
 
 

@@ -54,6 +54,9 @@ class StepLog:
 
     calls: CallLog = field(default_factory=CallLog)
     events: list[StepEvent] = field(default_factory=list)
+    starts: list[int] = field(
+        default_factory=list
+    )  # of each micro-batch: the number of events before
     _watch: Allocations | None = None  # knows the phase
     _ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by id of the recorder
 
@@ -67,6 +70,10 @@ class StepLog:
         for comm in comms:
             comm.recorder.listener = self
         self._watch = watch
+
+    def begin_micro_batch(self) -> None:
+        """The forward of a micro-batch begins."""
+        self.starts.append(len(self.events))
 
     def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Log a call of the dispatcher."""

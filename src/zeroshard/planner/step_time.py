@@ -90,20 +90,58 @@ class StepTime:
         }  # fmt: skip
 
 
-def step_time(found: Simulation, machine: MachineFile, *, samples: int, tokens: int) -> StepTime:
+def step_time(
+    found: Simulation,
+    machine: MachineFile,
+    *,
+    samples: int,
+    tokens: int,
+    micro_batches: int | None = None,
+) -> StepTime:
     """The seconds of the step that was simulated with its events.
+
+    ``micro_batches``: of the step; None: as many as were simulated. One less than those is the last one
+    alone. Of more, each is like the first: a step with one more is timed, and the difference repeated.
 
     Raises:
         UsageError: the machine file lacks a number that the step needs.
     """
-    price = Prices(Values(machine), found.mesh.world_size)
-    pairs = list(_priced(found, price))
     serial = machine.execution == "serial"
-    times, spans = timing([priced for _, priced in pairs], serial=serial)
+    own, starts = found.events, found.starts
+    count = len(starts) if micro_batches is None else micro_batches
+    price = Prices(Values(machine), found.mesh.world_size)
+    if len(starts) == 2 and count == 1:
+        own = own[starts[1] :]
+    pairs = list(_priced(own, found.updated, price))
+    taken, spans = timing([priced for _, priced in pairs], serial=serial)
+    kinds_s = price.kinds_s
+    if len(starts) == 2 and count > 2:
+        more = Prices(price.values, found.mesh.world_size)
+        longer = _priced((*own[: starts[1]], *own), found.updated, more)
+        one_more, _ = timing([priced for _, priced in longer], serial=serial)
+        taken = extended(taken, one_more, count - 2)
+        kinds_s = _on(kinds_s, more.kinds_s, count - 2)
     return StepTime(
-        machine.name, serial, times, price.update_s(found.updated), price.kinds_s, samples, tokens,
+        machine.name, serial, taken, price.update_s(found.updated), kinds_s, samples, tokens,
         price.values.used, [(event, span) for (event, _), span in zip(pairs, spans, strict=True)],
     )  # fmt: skip
+
+
+def extended(before: Timing, after: Timing, times: int) -> Timing:
+    """``before``, and the difference to ``after`` as often as ``times``."""
+    return Timing(
+        before.total_s + times * (after.total_s - before.total_s),
+        before.compute_s + times * (after.compute_s - before.compute_s),
+        _on(before.busy_s, after.busy_s, times),
+        _on(before.exposed_s, after.exposed_s, times),
+        before.host_s + times * (after.host_s - before.host_s),
+    )
+
+
+def _on(before: Mapping[str, float], after: Mapping[str, float], times: int) -> dict[str, float]:
+    keys = dict.fromkeys((*before, *after))
+    first = {key: before.get(key, 0.0) for key in keys}
+    return {key: first[key] + times * (after.get(key, 0.0) - first[key]) for key in keys}
 
 
 class Prices:
@@ -194,15 +232,16 @@ def sent_part(op: str, size: int) -> float:
     return passes * (size - 1) / size
 
 
-def _priced(found: Simulation, price: Prices) -> Iterator[tuple[StepEvent | None, Event]]:
+def _priced(
+    events: Sequence[StepEvent], updated: Updated, price: Prices
+) -> Iterator[tuple[StepEvent | None, Event]]:
     """The events of a step with their seconds. Those of the update share its time by their bytes."""
-    updated = found.updated
     on_device = updated.tier == Tier.DEVICE.name or price.values.machine.execution == "serial"
-    update = [e.work for e in found.events if isinstance(e, Operation) and e.phase == "step"]
+    update = [e.work for e in events if isinstance(e, Operation) and e.phase == "step"]
     whole = sum(work.nbytes for work in update)
     rate = price.update_s(updated) / whole if whole and on_device else 0.0
     away = not on_device
-    for event in found.events:
+    for event in events:
         if isinstance(event, Operation) and event.phase == "step":
             if away:
                 yield from ((None, event) for event in _update_away(updated, price))

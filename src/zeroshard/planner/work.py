@@ -34,6 +34,19 @@ class Work:
     smallest: int = 0
 
 
+def along(low: Work, high: Work, part: float) -> Work:
+    """The work on the line through two works: ``low`` at 0, ``high`` at 1. Never below 0."""
+
+    def at(before: int, after: int) -> int:
+        return max(0, round(before + part * (after - before)))
+
+    return Work(
+        low.op, low.kind, at(low.flop, high.flop), low.dtype, at(low.nbytes, high.nbytes),
+        at(low.numel, high.numel), at(low.largest_nbytes, high.largest_nbytes),
+        at(low.smallest, high.smallest),
+    )  # fmt: skip
+
+
 SPECIAL = frozenset(
     {
         "exp", "log", "tanh", "tanh_backward", "sigmoid", "erf", "sin", "cos", "log1p",
