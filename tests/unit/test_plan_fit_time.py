@@ -72,7 +72,10 @@ def test_few_simulations_find_what_simulating_every_candidate_finds():
     for each in found.judged:
         plan = real[each.candidate]
         if each.peak_nbytes is not None and each.candidate.accumulation > 1:
-            assert each.peak_nbytes == pytest.approx(plan.peak_nbytes, rel=0.1), each
+            off = (
+                0.05 if each.candidate.micro_batch > 1 else 0.2
+            )  # one sample takes other operations
+            assert each.peak_nbytes == pytest.approx(plan.peak_nbytes, rel=off), each
         elif each.peak_nbytes is not None:  # no gradients are kept for the next micro-batch
             assert each.peak_nbytes >= plan.peak_nbytes, each
         if each.seconds is not None:

@@ -100,8 +100,8 @@ def step_time(
 ) -> StepTime:
     """The seconds of the step that was simulated with its events.
 
-    ``micro_batches``: of the step; None: as many as were simulated. One less than those is the last one
-    alone. Of more, each is like the first: a step with one more is timed, and the difference repeated.
+    ``micro_batches``: of the step; None: as many as were simulated. Where two were, another number is
+    on a line: a step with the first one twice is timed, and the difference added or taken away.
 
     Raises:
         UsageError: the machine file lacks a number that the step needs.
@@ -110,12 +110,10 @@ def step_time(
     own, starts = found.events, found.starts
     count = len(starts) if micro_batches is None else micro_batches
     price = Prices(Values(machine), found.mesh.world_size)
-    if len(starts) == 2 and count == 1:
-        own = own[starts[1] :]
     pairs = list(_priced(own, found.updated, price))
     taken, spans = timing([priced for _, priced in pairs], serial=serial)
     kinds_s = price.kinds_s
-    if len(starts) == 2 and count > 2:
+    if len(starts) == 2 and count != 2:
         more = Prices(price.values, found.mesh.world_size)
         longer = _priced((*own[: starts[1]], *own), found.updated, more)
         one_more, _ = timing([priced for _, priced in longer], serial=serial)
@@ -141,7 +139,7 @@ def extended(before: Timing, after: Timing, times: int) -> Timing:
 def _on(before: Mapping[str, float], after: Mapping[str, float], times: int) -> dict[str, float]:
     keys = dict.fromkeys((*before, *after))
     first = {key: before.get(key, 0.0) for key in keys}
-    return {key: first[key] + times * (after.get(key, 0.0) - first[key]) for key in keys}
+    return {key: max(0.0, first[key] + times * (after.get(key, 0.0) - first[key])) for key in keys}
 
 
 class Prices:
