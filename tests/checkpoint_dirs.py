@@ -15,18 +15,18 @@ from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.manifest import (
     MANIFEST,
     VALUE,
-    Fragment,
     Manifest,
     SavedBox,
     SavedBuffer,
     SavedFile,
+    SavedFragment,
     SavedParameter,
     SavedTensor,
     buffer_key,
     fragment_key,
     tree_key,
 )
-from zeroshard.checkpoint.safetensors_file import Entry, dtype_name, lay_out
+from zeroshard.checkpoint.safetensors_file import TensorEntry, dtype_name, lay_out
 
 BLOCK_NBYTES = 4096
 
@@ -133,20 +133,20 @@ def _cut(
 
 def _cut_flat(
     fqn: str, name: str, flat: Tensor, contents: list[dict[str, Tensor]], box: Box | None
-) -> tuple[Fragment, ...]:
+) -> tuple[SavedFragment, ...]:
     begin, fragments = 0, []
     for file, content in enumerate(contents):
         end = len(flat) * (file + 1) ** 2 // len(contents) ** 2
         if begin < end:
             content[fragment_key(fqn, name, begin, box and box.start)] = flat[begin:end]
-            fragments.append(Fragment(file, begin, end - begin))
+            fragments.append(SavedFragment(file, begin, end - begin))
         begin = end
     return tuple(fragments)
 
 
 def _write_file(path: Path, content: Mapping[str, Tensor], block_nbytes: int) -> SavedFile:
     head, entries = lay_out(
-        Entry(k, dtype_name(t.dtype, where=k), tuple(t.shape)) for k, t in content.items()
+        TensorEntry(k, dtype_name(t.dtype, where=k), tuple(t.shape)) for k, t in content.items()
     )
     nbytes = max([len(head), *(entry.offset + entry.nbytes for entry in entries)])
     writer = BlockWriter(path, nbytes, block_nbytes=block_nbytes)

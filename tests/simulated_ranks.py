@@ -30,7 +30,7 @@ from zeroshard.comm.agreement import ControlGroup
 from zeroshard.comm.collectives import DONE, Handle, SoloComm
 from zeroshard.comm.env import RankInfo
 from zeroshard.config.sections import CheckpointConfig
-from zeroshard.core.layout import Block, Slot, pack
+from zeroshard.core.layout import Slot, SlotBlock, pack
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.mesh import Mesh
 from zeroshard.engine.checkpoint_loader import CheckpointLoader, Loaded
@@ -205,7 +205,7 @@ class SimulatedRank:
             device=torch.device("cpu"),
         )
 
-    def _block(self, param: Global) -> tuple[tuple[int, ...], Block | None]:
+    def _block(self, param: Global) -> tuple[tuple[int, ...], SlotBlock | None]:
         """The local shape of a parameter, cut as DTensor cuts it, and its block."""
         if param.axis is None or self.mesh.tensor == 1:
             return param.shape, None
@@ -215,7 +215,7 @@ class SimulatedRank:
         shape, start = list(param.shape), [0] * len(param.shape)
         largest = prod([*shape[: param.axis], step, *shape[param.axis + 1 :]])
         shape[param.axis], start[param.axis] = min(step, size - low), low
-        return tuple(shape), Block(param.shape, tuple(start), frozenset({"tensor"}), largest)
+        return tuple(shape), SlotBlock(param.shape, tuple(start), frozenset({"tensor"}), largest)
 
     @staticmethod
     def part(slot: Slot, whole: Tensor) -> Tensor:

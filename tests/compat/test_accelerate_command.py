@@ -12,7 +12,7 @@ from zeroshard.cli.main import main
 from zeroshard.deepspeed import command
 from zeroshard.deepspeed.install import DIRECTORY
 from zeroshard.errors import LaunchError
-from zeroshard.launch.plan import RunHere, RunNodes, RunSrun, plan_launch
+from zeroshard.launch.launch_plan import RunHere, RunNodes, RunSrun, plan_launch
 
 pytest.importorskip("accelerate")
 

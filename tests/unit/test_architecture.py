@@ -465,3 +465,53 @@ def test_importing_starts_nothing(imported):
 def test_importing_changes_nothing(imported):
     assert imported["environ"] == {}
     assert imported["dtype"] == "torch.float32"
+
+
+SAME_IDEA = {
+    "Event",  # of a device; the pretended one in testing
+    "export.py",  # weights for other libraries: of an engine, and of a checkpoint
+    "GatheredParameters",  # DeepSpeed's name for ours, with its arguments
+    "Init",
+    "LossScaler",
+}
+"""Names of classes in several files that stand for one idea. Private classes belong to their file."""
+
+SHOWN_ELSEWHERE = {"cli", "compat", "deepspeed", "integrations", "testing"}
+"""Their modules may be named for the module that they show, forward to or imitate."""
+
+
+def repeated_names(sources: dict[str, str]) -> list[str]:
+    """Public classes and modules with one name in several files."""
+    homes: dict[str, list[str]] = {}
+    for file, source in sources.items():
+        package, _, name = file.rpartition("/")
+        if name not in ("__init__.py", "__main__.py") and not SHOWN_ELSEWHERE & set(
+            package.split("/")
+        ):
+            homes.setdefault(name, []).append(file)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and node.name[0] != "_":
+                homes.setdefault(node.name, []).append(file)
+    return [
+        f"{name}: {', '.join(sorted(found))}"
+        for name, found in sorted(homes.items())
+        if len(found) > 1 and name not in SAME_IDEA
+    ]
+
+
+def test_one_name_has_one_meaning():
+    sources = {str(path.relative_to(SRC)): path.read_text() for path in SRC.rglob("*.py")}
+    assert repeated_names(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "found"),
+    [
+        ({"core/a.py": "class Span: ...", "optim/b.py": "class Span: ..."}, 1),
+        ({"core/plan.py": "", "launch/plan.py": ""}, 1),
+        ({"core/plan.py": "class _Part: ...", "cli/plan.py": "class _Part: ..."}, 0),
+        ({"zero/init.py": "class Init: ...", "deepspeed/init.py": "class Init: ..."}, 0),
+    ],
+)
+def test_a_repeated_name_is_found(sources, found):
+    assert len(repeated_names(sources)) == found

@@ -17,8 +17,8 @@ from zeroshard.deepspeed import activations, device
 from zeroshard.device.choice import accelerator_type
 from zeroshard.errors import CheckpointError, LaunchError, UnsupportedError, UsageError
 from zeroshard.launch import LaunchRequest
-from zeroshard.launch.env import read_exports, with_directory_first
 from zeroshard.launch.options import passed_on
+from zeroshard.launch.rank_env import read_exports, with_directory_first
 from zeroshard.optim.kernels import kernel_of
 from zeroshard.optim.optimizers import FlexibleAdam, Lion
 

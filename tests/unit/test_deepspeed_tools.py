@@ -18,7 +18,7 @@ from zeroshard.comm.env import adopt_mpi
 from zeroshard.deepspeed import api_table
 from zeroshard.deepspeed.partition import partition_balanced, partition_uniform
 from zeroshard.errors import CheckpointError, ConfigError, LaunchError, UnsupportedError, UsageError
-from zeroshard.launch.env import exported
+from zeroshard.launch.rank_env import exported
 
 runner = deepspeed.launcher.runner
 

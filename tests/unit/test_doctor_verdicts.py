@@ -18,8 +18,16 @@ from zeroshard.cli.main import main
 from zeroshard.doctor import examination
 from zeroshard.doctor.examination import Examination
 from zeroshard.doctor.facts import Disk, Facts, cpu_quota, disk_of, gather
-from zeroshard.doctor.probes import Outcome
-from zeroshard.doctor.verdicts import CODES, Finding, of_facts, of_gloo, of_gpus, of_name, of_nccl
+from zeroshard.doctor.probes import ProbeOutcome
+from zeroshard.doctor.verdicts import (
+    CODES,
+    MachineFinding,
+    of_facts,
+    of_gloo,
+    of_gpus,
+    of_name,
+    of_nccl,
+)
 from zeroshard.memory.host_limits import CgroupLimit, HostLimits
 
 ROOT = Path(__file__).parents[2]
@@ -41,8 +49,11 @@ GOOD = Facts(
     iommu=False,
     ranks=4,
 )
-OK, HANG = Outcome("ok", "values ok"), Outcome("hang", "no answer in 30 s")
-WRONG, FAILED = Outcome("wrong", "wrong values in all_reduce"), Outcome("failed", "CUDA error")
+OK, HANG = ProbeOutcome("ok", "values ok"), ProbeOutcome("hang", "no answer in 30 s")
+WRONG, FAILED = (
+    ProbeOutcome("wrong", "wrong values in all_reduce"),
+    ProbeOutcome("failed", "CUDA error"),
+)
 DISK = GOOD.disk
 assert DISK is not None
 
@@ -79,11 +90,11 @@ FACTS: list[tuple[str, Facts, str]] = [
 SLOW = replace(OK, found={"all_reduce": {"latency_s": 49e-3}})
 QUICK = replace(OK, found={"all_reduce": {"latency_s": 30e-6}})
 
-NCCL: list[tuple[str | None, Outcome, dict[str, Outcome]]] = [
+NCCL: list[tuple[str | None, ProbeOutcome, dict[str, ProbeOutcome]]] = [
     (None, OK, {}),
     (None, OK, {"default": OK}),
     (None, OK, {"default": QUICK}),
-    (None, OK, {"default": Outcome("untried", "not tried")}),
+    (None, OK, {"default": ProbeOutcome("untried", "not tried")}),
     ("ZS-D209", OK, {"default": SLOW}),
     ("ZS-D100", FAILED, {}),
     ("ZS-D100", HANG, {}),
@@ -102,7 +113,7 @@ NCCL: list[tuple[str | None, Outcome, dict[str, Outcome]]] = [
         },
     ),
 ]
-OTHERS: dict[str, list[Finding]] = {
+OTHERS: dict[str, list[MachineFinding]] = {
     "ZS-D104": list(of_gloo({2: OK, 4: WRONG})),
     "ZS-D105": list(of_gpus(GOOD, HANG)),
     "ZS-D205": list(of_gpus(replace(GOOD, limits={**GOOD.limits, "-l": 64}), OK)),
@@ -113,9 +124,9 @@ OTHERS: dict[str, list[Finding]] = {
 def test_nothing_is_found_on_a_good_machine():
     assert list(of_facts(GOOD)) == []
     assert list(of_facts(with_variables(OMP_NUM_THREADS="4", NCCL_DEBUG="INFO"))) == []
-    assert list(of_gpus(GOOD, OK)) == list(of_gpus(GOOD, Outcome("absent", ""))) == []
+    assert list(of_gpus(GOOD, OK)) == list(of_gpus(GOOD, ProbeOutcome("absent", ""))) == []
     assert (
-        list(of_gloo({2: OK, 4: Outcome("untried", "not tried")}))
+        list(of_gloo({2: OK, 4: ProbeOutcome("untried", "not tried")}))
         == list(of_name(["10.0.0.3"], answered=True))
         == []
     )
@@ -258,8 +269,14 @@ def test_all_settings_of_nccl_together_have_a_limit(monkeypatch):
     ("findings", "code"),
     [
         ([], 0),
-        ([Finding("ZS-D204", "ulimit -n is 1024", "ulimit -n 65536")], 1),
-        ([Finding("ZS-D204", ""), Finding("ZS-D101", "hang", "export NCCL_P2P_DISABLE=1")], 2),
+        ([MachineFinding("ZS-D204", "ulimit -n is 1024", "ulimit -n 65536")], 1),
+        (
+            [
+                MachineFinding("ZS-D204", ""),
+                MachineFinding("ZS-D101", "hang", "export NCCL_P2P_DISABLE=1"),
+            ],
+            2,
+        ),
     ],
 )
 def test_the_command_prints_remedies_and_ends_with_the_worst(monkeypatch, findings, code):

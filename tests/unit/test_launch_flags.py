@@ -21,9 +21,9 @@ from zeroshard.launch.cores import (
     share_listed,
 )
 from zeroshard.launch.hosts import Host
+from zeroshard.launch.launch_plan import RunHere, RunNodes, RunSrun, notices, plan_launch
 from zeroshard.launch.mpi import mpirun_command
 from zeroshard.launch.options import LAUNCHERS, LaunchRequest, passed_on
-from zeroshard.launch.plan import RunHere, RunNodes, RunSrun, notices, plan_launch
 from zeroshard.launch.remote import NodeCommand, node_commands, ssh_words, this_launcher
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}

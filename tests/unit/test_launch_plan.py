@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.env import exported, rank_defaults
 from zeroshard.launch.hosts import Host
+from zeroshard.launch.launch_plan import RunHere, RunNodes, plan_launch
 from zeroshard.launch.options import LaunchRequest
-from zeroshard.launch.plan import RunHere, RunNodes, plan_launch
+from zeroshard.launch.rank_env import exported, rank_defaults
 from zeroshard.launch.remote import names_of_this_host, node_commands, ssh_words
 
 

@@ -11,9 +11,15 @@ import pytest
 
 from zeroshard.errors import LaunchError
 from zeroshard.launch.exit_report import ExitReport
+from zeroshard.launch.launch_plan import plan_launch
 from zeroshard.launch.options import LaunchRequest
-from zeroshard.launch.plan import plan_launch
-from zeroshard.launch.restart import Attempt, NewestCheckpoint, decide, read_newest, run_attempts
+from zeroshard.launch.restart import (
+    EndedAttempt,
+    NewestCheckpoint,
+    decide,
+    read_newest,
+    run_attempts,
+)
 from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerSupervisor
 
 KILLED = ExitReport(("rank 1 got SIGKILL from outside.",), 1, "", 137)
@@ -22,9 +28,9 @@ DONE = ExitReport((), None, "", 0)
 A, B, C = (NewestCheckpoint(f"step-{n}", n) for n in (3, 6, 9))
 
 
-def attempts(*ends: tuple[ExitReport, NewestCheckpoint | None]) -> list[Attempt]:
+def attempts(*ends: tuple[ExitReport, NewestCheckpoint | None]) -> list[EndedAttempt]:
     befores = [None, *(after for _, after in ends)]
-    return [Attempt(report, before, after) for (report, after), before in zip(ends, befores)]
+    return [EndedAttempt(report, before, after) for (report, after), before in zip(ends, befores)]
 
 
 def test_a_failure_with_a_newer_checkpoint_is_restarted_soon():
@@ -67,8 +73,8 @@ def test_the_same_exception_at_the_same_place_is_called_an_error_of_the_program(
 
 def test_a_tag_that_is_saved_again_is_progress():
     again = replace(A, saved_at_ns=4)
-    assert Attempt(KILLED, A, again).has_progress
-    assert not Attempt(KILLED, A, A).has_progress
+    assert EndedAttempt(KILLED, A, again).has_progress
+    assert not EndedAttempt(KILLED, A, A).has_progress
 
 
 def test_attempts_run_until_one_succeeds_and_are_listed():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zeroshard.errors import LaunchError
+from zeroshard.launch.launch_plan import ExecAsRank, RunHere, RunSrun, plan_launch
 from zeroshard.launch.options import LaunchRequest
-from zeroshard.launch.plan import ExecAsRank, RunHere, RunSrun, plan_launch
 from zeroshard.launch.slurm import expand_nodelist, read_slurm
 
 BATCH = {

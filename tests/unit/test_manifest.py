@@ -24,7 +24,7 @@ from zeroshard.checkpoint.blocks import BlockFile
 from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.manifest import FORMAT, MANIFEST, MAX_NUMEL, VERSION, Manifest, parse
 from zeroshard.checkpoint.reader import CheckpointReader, full, read_manifest
-from zeroshard.checkpoint.safetensors_file import DTYPES, Entry, lay_out, read_entries
+from zeroshard.checkpoint.safetensors_file import DTYPES, TensorEntry, lay_out, read_entries
 from zeroshard.errors import CheckpointError
 
 VALUES = {
@@ -684,7 +684,7 @@ def shard(path: Path, content: bytes) -> BlockFile:
     return BlockFile(path, len(content), crcs, block_nbytes=4096)
 
 
-def entries_of(path: Path, content: bytes) -> dict[str, Entry]:
+def entries_of(path: Path, content: bytes) -> dict[str, TensorEntry]:
     file = shard(path, content)
     try:
         return read_entries(file)
@@ -749,7 +749,9 @@ def test_a_header_that_does_not_tile_its_file_is_refused(tmp_path, content):
 
 def test_every_dtype_and_odd_shape_is_laid_out_and_found(tmp_path):
     entries = [
-        Entry(f"{d}-{shape}", d, shape) for d in DTYPES for shape in [(), (0, 3), (5, 1), (64,)]
+        TensorEntry(f"{d}-{shape}", d, shape)
+        for d in DTYPES
+        for shape in [(), (0, 3), (5, 1), (64,)]
     ]
     head, placed = lay_out(entries)
     content = head + bytes(max(e.offset + e.nbytes for e in placed) - len(head))
@@ -764,7 +766,11 @@ def test_any_header_is_refused_or_stays_inside_its_file(tmp_path_factory, seed):
     draw = random.Random(seed)
     path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
     head, placed = lay_out(
-        [Entry("a", "F32", (3, 5)), Entry("b", "U8", (0,)), Entry("c", "BF16", (9,))]
+        [
+            TensorEntry("a", "F32", (3, 5)),
+            TensorEntry("b", "U8", (0,)),
+            TensorEntry("c", "BF16", (9,)),
+        ]
     )
     data = bytes(max(e.offset + e.nbytes for e in placed) - len(head))
     for _ in range(10):

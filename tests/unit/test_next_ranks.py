@@ -17,10 +17,10 @@ from zeroshard.errors import ConfigError, LaunchError
 from zeroshard.launch.batch_note import BatchNote, read_note, told_by_launcher, write_note
 from zeroshard.launch.exit_report import EXIT_SURVIVOR, ExitReport
 from zeroshard.launch.hosts import Host
+from zeroshard.launch.launch_plan import check_min_ranks
 from zeroshard.launch.leftovers import remove_recordings
 from zeroshard.launch.meeting import NodeEnd, joined
 from zeroshard.launch.next_ranks import next_ranks
-from zeroshard.launch.plan import check_min_ranks
 from zeroshard.launch.usable import usable_slots
 
 A, B = Host("a", (0, 1)), Host("b", (0, 1, 2))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.offload.pager import Pager, Timeline
+from zeroshard.offload.pager import Pager, TransferTimes
 from zeroshard.offload.swap_file import PAGE_NBYTES, SwapFile, Transfer
 
 NBYTES = 3 * PAGE_NBYTES + 100
@@ -404,13 +404,13 @@ class Moved:
 
 
 def test_overlapping_transfers_are_busy_once():
-    line = Timeline(transfers=[Moved(10, 12), Moved(11, 13), Moved(11.2, 11.5), Moved(20, 21)])
+    line = TransferTimes(transfers=[Moved(10, 12), Moved(11, 13), Moved(11.2, 11.5), Moved(20, 21)])
     assert line.reading_s == pytest.approx(4.0)
     assert line.writing_s == 0.0
 
 
 def test_the_log_line_has_bytes_seconds_and_rates():
-    line = Timeline(
+    line = TransferTimes(
         pages=2,
         total_s=4.0,
         waited_reads_s=0.5,

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from zeroshard.engine import pipeline_traffic
-from zeroshard.engine.pipeline_traffic import PipelineTraffic, RankFacts, choose_traffic
+from zeroshard.engine.pipeline_traffic import PipelineTraffic, RankMemory, choose_traffic
 
 GIB = 1 << 30
-RANK = RankFacts(
+RANK = RankMemory(
     place=0,
     free_nbytes=100 * GIB,
     needed_nbytes=10 * GIB,
@@ -23,7 +23,11 @@ RANK = RankFacts(
 
 
 def chosen(
-    *ranks: RankFacts, gather: str = "auto", reduce: str = "auto", count: int = 4, limit: int | None
+    *ranks: RankMemory,
+    gather: str = "auto",
+    reduce: str = "auto",
+    count: int = 4,
+    limit: int | None,
 ) -> tuple[str, str]:
     found = choose_traffic(gather, reduce, ranks, micro_batches=count, limit_nbytes=limit)
     assert found.reason

@@ -8,7 +8,7 @@ import torch
 from zeroshard.core.layout import pack
 from zeroshard.core.tiers import CHUNK_NUMEL, TIERS, Placement, Span, Tier, place
 from zeroshard.errors import UnsupportedError
-from zeroshard.offload.plan import OffloadPlan, check_device
+from zeroshard.offload.offload_plan import OffloadPlan, check_device
 from zeroshard.precision.policy import DtypeRow
 
 GPU = torch.device("cuda")

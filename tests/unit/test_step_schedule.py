@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from zeroshard.planner.schedule import Compute, Start, Timing, Wait, timing
+from zeroshard.planner.schedule import Compute, Start, StreamWait, Timing, timing
 
 GATHER, REDUCE = "all-gather", "reduce-scatter"
 
 
 def test_a_gather_beside_compute_is_exposed_by_what_it_lasts_longer():
-    events = [Start("a", GATHER, 5.0), Compute(3.0), Wait("a"), Compute(1.0)]
+    events = [Start("a", GATHER, 5.0), Compute(3.0), StreamWait("a"), Compute(1.0)]
     assert timing(events, serial=False)[0] == Timing(6.0, 4.0, {GATHER: 5.0}, {GATHER: 2.0}, 0.0)
 
 
 def test_a_gather_that_ends_before_its_use_costs_nothing():
-    events = [Start("a", GATHER, 2.0), Compute(3.0), Wait("a"), Compute(1.0)]
+    events = [Start("a", GATHER, 2.0), Compute(3.0), StreamWait("a"), Compute(1.0)]
     assert timing(events, serial=False)[0] == Timing(4.0, 4.0, {GATHER: 2.0}, {}, 0.0)
 
 
 def test_a_stream_does_one_thing_after_the_other_and_streams_run_beside_each_other():
-    same = [Start("a", GATHER, 2.0), Start("b", GATHER, 2.0), Wait("a"), Wait("b")]
+    same = [Start("a", GATHER, 2.0), Start("b", GATHER, 2.0), StreamWait("a"), StreamWait("b")]
     assert timing(same, serial=False)[0].total_s == 4.0
-    beside = [Start("a", GATHER, 2.0), Start("b", REDUCE, 3.0), Wait("a"), Wait("b")]
+    beside = [Start("a", GATHER, 2.0), Start("b", REDUCE, 3.0), StreamWait("a"), StreamWait("b")]
     found, _ = timing(beside, serial=False)
     assert found.total_s == 3.0
     assert found.exposed_s == {GATHER: 2.0, REDUCE: 1.0}
 
 
 def test_what_a_step_starts_may_end_in_the_next_one():
-    events = [Compute(1.0), Wait("late"), Compute(2.0), Start("late", GATHER, 2.5)]
+    events = [Compute(1.0), StreamWait("late"), Compute(2.0), Start("late", GATHER, 2.5)]
     assert timing(events, serial=False)[0] == Timing(4.5, 3.0, {GATHER: 2.5}, {GATHER: 1.5}, 0.0)
 
 
 def test_a_collective_starts_after_the_compute_before_it():
-    events = [Compute(4.0), Start("a", REDUCE, 1.0), Wait("a")]
+    events = [Compute(4.0), Start("a", REDUCE, 1.0), StreamWait("a")]
     assert timing(events, serial=False)[0].total_s == 5.0
 
 
@@ -44,5 +44,10 @@ def test_a_host_that_is_slower_than_the_device_is_waited_for():
 
 
 def test_one_processor_does_everything_in_turn():
-    events = [Start("a", GATHER, 2.0, 0.5), Compute(3.0, 0.25), Wait("a"), Start("b", GATHER, 1.0)]
+    events = [
+        Start("a", GATHER, 2.0, 0.5),
+        Compute(3.0, 0.25),
+        StreamWait("a"),
+        Start("b", GATHER, 1.0),
+    ]
     assert timing(events, serial=True)[0] == Timing(6.75, 3.0, {GATHER: 3.0}, {GATHER: 3.0}, 0.75)

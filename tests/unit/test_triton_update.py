@@ -16,7 +16,7 @@ from zeroshard.optim import triton_check, triton_update
 from zeroshard.optim.fused_update import FusedUpdate
 from zeroshard.optim.kernels import kernel_of
 from zeroshard.optim.optimizers import Lion
-from zeroshard.optim.triton_update import Fragment, TritonUpdate
+from zeroshard.optim.triton_update import DeviceFragment, TritonUpdate
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux on x86-64 only")
 
@@ -73,7 +73,7 @@ class Trained:
     def fragments(self):
         low = None if self.param is self.master else self.param
         return [
-            Fragment(
+            DeviceFragment(
                 0, group, at, value,
                 tuple(state[name] for name in self.kernel.shaped), state.get("step"),
                 None if low is None else low[at : at + value.numel()],

@@ -16,9 +16,9 @@ from zeroshard.cli.main import main
 from zeroshard.errors import CheckpointError, ConfigError, LaunchError, UsageError
 from zeroshard.launch.batch_note import BatchNote
 from zeroshard.launch.hosts import Host
+from zeroshard.launch.launch_plan import check_min_ranks, plan_launch
 from zeroshard.launch.next_ranks import next_ranks
 from zeroshard.launch.options import LaunchRequest
-from zeroshard.launch.plan import check_min_ranks, plan_launch
 
 Call = Callable[[Path], object]
 

@@ -19,7 +19,7 @@ PIECE_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RunDifference:
     """One difference between two runs.
 
     ``what`` describes it. It is in the tensor, or number, ``part`` of ``name``. ``max_abs``: the largest
@@ -33,7 +33,7 @@ class Difference:
     max_abs: float | None = None
 
 
-def differences(left: Source, right: Source) -> Iterator[Difference]:
+def differences(left: Source, right: Source) -> Iterator[RunDifference]:
     """Names that only one run has, other shapes and dtypes, and values that are not equal bit by bit.
 
     Parameters with their optimizer state come first, then the buffers of rank 0.
@@ -47,7 +47,7 @@ def differences(left: Source, right: Source) -> Iterator[Difference]:
         ours, theirs = parameters[0][name], parameters[1][name]
         if ours.shape != theirs.shape:
             shapes = f"shape {list(ours.shape)} and {list(theirs.shape)}"
-            yield Difference(name, "", shapes)
+            yield RunDifference(name, "", shapes)
             continue
         yield from _one_sided(name, "", ours.tensors, theirs.tensors)
         for part in [part for part in ours.tensors if part in theirs.tensors]:
@@ -62,7 +62,7 @@ def differences(left: Source, right: Source) -> Iterator[Difference]:
     for name in [name for name in buffers[0] if name in buffers[1]]:
         a, b = buffers[0][name], buffers[1][name]
         if a.shape != b.shape:
-            yield Difference(name, "buffer", f"shape {list(a.shape)} and {list(b.shape)}")
+            yield RunDifference(name, "buffer", f"shape {list(a.shape)} and {list(b.shape)}")
         else:
             pair = (a.reshape(-1), b.reshape(-1))
             yield from _values(name, "buffer", a.dtype, b.dtype, iter([pair]))
@@ -70,10 +70,10 @@ def differences(left: Source, right: Source) -> Iterator[Difference]:
 
 def _one_sided(
     name: str, part: str, left: Mapping[str, object], right: Mapping[str, object]
-) -> Iterator[Difference]:
+) -> Iterator[RunDifference]:
     for side, ours, theirs in (("first", left, right), ("second", right, left)):
         for key in [key for key in ours if key not in theirs]:
-            yield Difference(name or key, part or key, f"only in the {side}")
+            yield RunDifference(name or key, part or key, f"only in the {side}")
 
 
 def _pieces(source: Source, fqn: str, tensor: str, numel: int) -> Iterator[Tensor]:
@@ -90,7 +90,7 @@ def _values(
     dtype: torch.dtype,
     other: torch.dtype,
     pairs: Iterator[tuple[Tensor, Tensor]],
-) -> Iterator[Difference]:
+) -> Iterator[RunDifference]:
     """At most one difference. ``pairs``: flat pieces of both tensors."""
     gaps = [max_abs_difference(a, b) for a, b in pairs]
     found = [gap for gap in gaps if gap is not None]
@@ -99,7 +99,7 @@ def _values(
         words.append("values")
     if words:
         largest = float(torch.tensor(found, dtype=torch.float64).max()) if found else 0.0
-        yield Difference(name, part, ", ".join(words), largest)
+        yield RunDifference(name, part, ", ".join(words), largest)
 
 
 def max_abs_difference(a: Tensor, b: Tensor) -> float | None:
@@ -122,11 +122,11 @@ def max_abs_difference(a: Tensor, b: Tensor) -> float | None:
     return largest if largest or a.dtype == b.dtype else None
 
 
-def _numbers(name: str, ours: SavedParameter, theirs: SavedParameter) -> Iterator[Difference]:
+def _numbers(name: str, ours: SavedParameter, theirs: SavedParameter) -> Iterator[RunDifference]:
     """Differences of single numbers, such as the step count of a parameter."""
     for key in sorted(ours.scalars.keys() | theirs.scalars.keys()):
         one, other = (p.scalars[key][1] if key in p.scalars else None for p in (ours, theirs))
         if one != other:
-            yield Difference(name, key, f"{one} and {other}")
+            yield RunDifference(name, key, f"{one} and {other}")
     if ours.trained != theirs.trained:
-        yield Difference(name, "", "trained in one, frozen in the other")
+        yield RunDifference(name, "", "trained in one, frozen in the other")

@@ -54,7 +54,7 @@ Name = Annotated[str, Field(min_length=1, max_length=1000)]
 Crc = Annotated[int, Field(ge=0, lt=2**32)]
 
 
-class Fragment(NamedTuple):
+class SavedFragment(NamedTuple):
     """``numel`` elements of a flat tensor, or of a box in row-major order, from ``begin`` on.
 
     ``file``: index into ``Manifest.files``.
@@ -84,7 +84,7 @@ class SavedBox(_Part):
 
     start: Shape
     extent: Shape
-    fragments: tuple[Fragment, ...]
+    fragments: tuple[SavedFragment, ...]
 
     @property
     def box(self) -> Box:
@@ -98,10 +98,10 @@ class SavedTensor(_Part):
     """
 
     dtype: Dtype
-    fragments: tuple[Fragment, ...]
+    fragments: tuple[SavedFragment, ...]
     boxes: tuple[SavedBox, ...] = ()
 
-    def parts(self, shape: Sequence[int]) -> list[tuple[Box, tuple[Fragment, ...]]]:
+    def parts(self, shape: Sequence[int]) -> list[tuple[Box, tuple[SavedFragment, ...]]]:
         """The boxes with their fragments. Without boxes the whole tensor, of this ``shape``."""
         if not self.boxes:
             return [(whole(shape), self.fragments)]
@@ -380,7 +380,7 @@ def _box_problems(where: str, shape: Sequence[int], tensor: SavedTensor) -> Iter
 
 
 def _cover_problems(
-    where: str, numel: int, fragments: Sequence[Fragment], manifest: Manifest
+    where: str, numel: int, fragments: Sequence[SavedFragment], manifest: Manifest
 ) -> Iterator[str]:
     at = 0
     for file, begin, length in sorted(fragments, key=lambda f: f.begin):

@@ -26,15 +26,15 @@ from zeroshard.checkpoint.manifest import (
     MAX_NBYTES,
     VALUE,
     Dtype,
-    Fragment,
     Manifest,
+    SavedFragment,
     SavedParameter,
     buffer_key,
     fragment_key,
     parse,
     tree_key,
 )
-from zeroshard.checkpoint.safetensors_file import DTYPES, Entry, read_entries
+from zeroshard.checkpoint.safetensors_file import DTYPES, TensorEntry, read_entries
 from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError
 
@@ -122,8 +122,8 @@ class CheckpointReader:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         self._threads = reading_threads()
-        self._open: dict[int, tuple[BlockFile, dict[str, Entry]]] = {}
-        self._stored: dict[tuple[str, str], tuple[Grid, list[list[Fragment]]]] = {}
+        self._open: dict[int, tuple[BlockFile, dict[str, TensorEntry]]] = {}
+        self._stored: dict[tuple[str, str], tuple[Grid, list[list[SavedFragment]]]] = {}
 
     left_behind: Sequence[str] = ()
 
@@ -259,7 +259,7 @@ class CheckpointReader:
 
     def _entry(
         self, file: int, key: str, dtype: str, shape: tuple[int, ...]
-    ) -> tuple[BlockFile, Entry]:
+    ) -> tuple[BlockFile, TensorEntry]:
         block_file, entries = self._file(file)
         entry = entries.get(key)
         if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
@@ -269,7 +269,7 @@ class CheckpointReader:
             )
         return block_file, entry
 
-    def _fragments(self, fqn: str, tensor: str) -> tuple[Grid, list[list[Fragment]]]:
+    def _fragments(self, fqn: str, tensor: str) -> tuple[Grid, list[list[SavedFragment]]]:
         """The boxes of a tensor, and the sorted fragments of each."""
         if (fqn, tensor) not in self._stored:
             parameter = self.manifest.parameters[fqn]
@@ -280,7 +280,7 @@ class CheckpointReader:
             )
         return self._stored[fqn, tensor]
 
-    def _file(self, at: int) -> tuple[BlockFile, dict[str, Entry]]:
+    def _file(self, at: int) -> tuple[BlockFile, dict[str, TensorEntry]]:
         if at not in self._open:
             file = self._block_file(at)
             try:
@@ -324,7 +324,7 @@ class CheckpointReader:
         self.close()
 
 
-def _begin(fragment: Fragment) -> int:
+def _begin(fragment: SavedFragment) -> int:
     return fragment.begin
 
 

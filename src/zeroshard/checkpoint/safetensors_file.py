@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype, *, where: str) -> Dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: ``file[offset : offset + nbytes]``."""
 
     key: str
@@ -59,20 +59,20 @@ class Entry:
         object.__setattr__(self, "nbytes", prod(self.shape) * ITEMSIZE[self.dtype])
 
 
-def lay_out(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
+def lay_out(entries: Iterable[TensorEntry]) -> tuple[bytes, list[TensorEntry]]:
     """The header of a file, and the entries with their offsets in the order of the file.
 
     Raises:
         CheckpointError: two entries have the same key, or the header exceeds the format's limit.
     """
-    placed: list[Entry] = []
+    placed: list[TensorEntry] = []
     at = 0
     for entry in entries:
         gap = -at % ALIGN_NBYTES
         if gap:
-            placed.append(Entry(f"pad:{len(placed)}", "U8", (gap,), at))
+            placed.append(TensorEntry(f"pad:{len(placed)}", "U8", (gap,), at))
             at += gap
-        placed.append(Entry(entry.key, entry.dtype, entry.shape, at))
+        placed.append(TensorEntry(entry.key, entry.dtype, entry.shape, at))
         at += entry.nbytes
     table = {
         e.key: {"dtype": e.dtype, "shape": e.shape, "data_offsets": [e.offset, e.offset + e.nbytes]}
@@ -88,10 +88,10 @@ def lay_out(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
             "than the safetensors format allows. Save with more ranks, or larger units."
         )
     head = len(text).to_bytes(8, "little") + text
-    return head, [Entry(e.key, e.dtype, e.shape, e.offset + len(head)) for e in placed]
+    return head, [TensorEntry(e.key, e.dtype, e.shape, e.offset + len(head)) for e in placed]
 
 
-def read_entries(file: BlockFile) -> dict[str, Entry]:
+def read_entries(file: BlockFile) -> dict[str, TensorEntry]:
     """The tensors of a file by key.
 
     Raises:
@@ -129,7 +129,7 @@ def read_entries(file: BlockFile) -> dict[str, Entry]:
     return found
 
 
-def _entry(key: str, row: Mapping[str, object], begin: int) -> Entry:
+def _entry(key: str, row: Mapping[str, object], begin: int) -> TensorEntry:
     dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     name = repr(key[:80])
     if not isinstance(shape, list) or not isinstance(offsets, list) or not isinstance(dtype, str):
@@ -141,4 +141,4 @@ def _entry(key: str, row: Mapping[str, object], begin: int) -> Entry:
         raise ValueError(f"{name} is too large")
     if dtype not in ITEMSIZE or prod(shape) * ITEMSIZE[dtype] != high - low:
         raise ValueError(f"{name} of {dtype[:20]} {shape} does not have {high - low} bytes")
-    return Entry(key, cast("Dtype", dtype), tuple(shape), begin + low)
+    return TensorEntry(key, cast("Dtype", dtype), tuple(shape), begin + low)

@@ -73,7 +73,7 @@ from zeroshard.checkpoint.manifest import (
     parse,
     tree_key,
 )
-from zeroshard.checkpoint.safetensors_file import Entry, dtype_name, lay_out
+from zeroshard.checkpoint.safetensors_file import TensorEntry, dtype_name, lay_out
 from zeroshard.checkpoint.save_decisions import (
     SHARED_FILE,
     CheckpointMetadata,
@@ -124,7 +124,7 @@ class PlannedFile:
     units: Sequence[Unit]
     extras: Mapping[str, Tensor]
     head: bytes
-    entries: Sequence[Entry]
+    entries: Sequence[TensorEntry]
     rows: Sequence[Row]
     nbytes: int
 
@@ -366,7 +366,7 @@ def _lay_out_file(
         (key, dtype_name(tensor.dtype, where=key), tuple(tensor.shape))
         for key, tensor in extras.items()
     ]
-    head, entries = lay_out(starmap(Entry, wanted))
+    head, entries = lay_out(starmap(TensorEntry, wanted))
     nbytes = max([len(head), *(e.offset + e.nbytes for e in entries[-1:])])
     return PlannedFile(name, units, extras, head, entries, rows, nbytes)
 
@@ -589,7 +589,7 @@ def _bytes(task: SaveTask, file: PlannedFile, image: Tensor | None) -> Iterator[
                 yield bytes_of(whole[: part.numel()])
 
 
-def _values(local: LocalState, file: PlannedFile) -> Iterator[tuple[Entry, Tensor | None]]:
+def _values(local: LocalState, file: PlannedFile) -> Iterator[tuple[TensorEntry, Tensor | None]]:
     """Each entry and its values, in the order of the file. None: padding, to be written as zeros."""
     values = chain(
         (p.values for unit in file.units for p in local.visit(unit)),

@@ -21,11 +21,11 @@ from zeroshard.checkpoint.manifest import (
     VALUE,
     Digest,
     Dtype,
-    Fragment,
     Manifest,
     SavedBox,
     SavedBuffer,
     SavedFile,
+    SavedFragment,
     SavedParameter,
     SavedTensor,
 )
@@ -41,7 +41,7 @@ FrozenPlan = Literal["here", "none", "write", "reuse"]
 later saves can refer to, or found in such a directory."""
 
 _PLANS: dict[str, FrozenPlan] = {"always": "here", "reference": "none", "once": "write"}
-_Parts = dict[Box | None, list[Fragment]]
+_Parts = dict[Box | None, list[SavedFragment]]
 """The fragments of a tensor by box; those of the whole tensor under None."""
 _Found = dict[str, dict[str, tuple[Dtype, _Parts]]]
 """The dtype and the parts of tensors, by parameter and name."""
@@ -284,7 +284,7 @@ def merge(
             for fqn, tensor, dtype, begin, numel, box in file["rows"]:
                 key = None if box is None else Box(*map(tuple, box))
                 parts = found.setdefault(fqn, {}).setdefault(tensor, (dtype, {}))[1]
-                parts.setdefault(key, []).append(Fragment(len(files), begin, numel))
+                parts.setdefault(key, []).append(SavedFragment(len(files), begin, numel))
             files.append(SavedFile(name=file["name"], nbytes=file["nbytes"], crc32=file["crc32"]))
     if reused is not None:
         _refer(reused, decision.frozen_name, files, found)
@@ -421,7 +421,7 @@ def _refer(before: Manifest, frozen_name: str, files: list[SavedFile], found: _F
                     value.dtype,
                     {
                         box if value.boxes else None: [
-                            Fragment(index_of[f.file], f.begin, f.numel) for f in fragments
+                            SavedFragment(index_of[f.file], f.begin, f.numel) for f in fragments
                         ]
                         for box, fragments in parts
                     },

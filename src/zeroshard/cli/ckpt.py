@@ -19,7 +19,7 @@ from zeroshard.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from zeroshard.checkpoint.compare import Difference
+    from zeroshard.checkpoint.compare import RunDifference
     from zeroshard.checkpoint.export import Progress
     from zeroshard.checkpoint.reader import Source
 
@@ -393,7 +393,7 @@ def _nbytes_below(path: Path) -> int:
 # ---------------------------------------------------------------------- in words
 
 
-def _as_json(difference: Difference) -> dict[str, Any]:
+def _as_json(difference: RunDifference) -> dict[str, Any]:
     """The difference as JSON values. NaN and infinity, which JSON does not have, become texts."""
     largest = difference.max_abs
     odd = largest is not None and not math.isfinite(largest)

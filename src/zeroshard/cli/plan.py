@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DOES_NOT_FIT = 3
 
 
-class Kind(str, Enum):
+class PlannedDevice(str, Enum):
     """The device whose operations are planned."""
 
     cpu = "cpu"
@@ -64,7 +64,7 @@ def plan_command(
         ),
     ] = None,
     target: Annotated[
-        Kind | None,
+        PlannedDevice | None,
         typer.Option(
             help="Plan the operations of this kind of device. Default: that of --machine, or the CPU."
         ),

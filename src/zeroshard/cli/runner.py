@@ -11,7 +11,7 @@ import typer
 
 from zeroshard.cli.launch import request_from, standalone
 from zeroshard.errors import LaunchError
-from zeroshard.launch.plan import check_request
+from zeroshard.launch.launch_plan import check_request
 from zeroshard.launch.resource_pool import launcher_environment
 
 _UsageError: Any = typer.BadParameter.__base__  # also of unknown and missing options

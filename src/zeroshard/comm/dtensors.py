@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from zeroshard.core.layout import Block, Slot
+from zeroshard.core.layout import Slot, SlotBlock
 from zeroshard.core.mesh import DIMS, Mesh
 from zeroshard.errors import UnsupportedError, UsageError
 
@@ -167,7 +167,7 @@ def addends_of(param: Any) -> bool | None:
     return getattr(param, _ADDENDS, None)
 
 
-def block_of(fqn: str, param: Any, mesh: Mesh, rank: int) -> Block | None:
+def block_of(fqn: str, param: Any, mesh: Mesh, rank: int) -> SlotBlock | None:
     """The place of a parameter in its global tensor; None for a parameter that is not a DTensor.
 
     Raises:
@@ -217,7 +217,7 @@ def block_of(fqn: str, param: Any, mesh: Mesh, rank: int) -> Block | None:
         )
     names = param.device_mesh.mesh_dim_names
     copy = param.device_mesh.get_local_rank(1) if split and names == HEAD_DIMS else 0
-    return Block(
+    return SlotBlock(
         tuple(param.shape), tuple(start), frozenset(split), prod(largest), joined, runs, copy
     )
 

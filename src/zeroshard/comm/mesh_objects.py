@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zeroshard.comm.dtensors import HEAD_DIMS
 from zeroshard.core.mesh import DIMS, Mesh
-from zeroshard.core.mesh_sources import BATCH_DIMS, Claim, MeshSource, Placement
+from zeroshard.core.mesh_sources import BATCH_DIMS, Claim, MeshSource, RankPlacement
 from zeroshard.errors import UsageError
 
 _SHARD_AND_SEQUENCE = ("data_shard", "sequence")
@@ -161,7 +161,7 @@ def _of_axes(
     if any(size > 1 for at, size in enumerate(shape) if at not in dense):
         return MeshSource(name, claims)  # experts divide the same ranks in another way
     kept, sizes = tuple(axes[at] for at in dense), tuple(shape[at] for at in dense)
-    return MeshSource(name, claims, (Placement(name, kept, sizes, tuple(ranks)),))
+    return MeshSource(name, claims, (RankPlacement(name, kept, sizes, tuple(ranks)),))
 
 
 def mesh_from_mesh_param(mesh_param: Any) -> MeshSource:
@@ -280,7 +280,7 @@ class _MpuReader:
 
     def __init__(self, mpu: Any, own: int, ranks_of: Callable[[Any], Iterable[int]]) -> None:
         self.claims: list[Claim] = []
-        self.placements: list[Placement] = []
+        self.placements: list[RankPlacement] = []
         self._mpu, self._own, self._ranks_of = mpu, own, ranks_of
 
     def has(self, dims: tuple[str, ...]) -> bool:
@@ -315,7 +315,7 @@ class _MpuReader:
                 f"mpu.get_{word}_parallel_rank() is {at} on rank {self._own}. Return this rank's place "
                 "in its own group."
             )
-        self.placements.append(Placement(name, (dims,), (size,), ranks))
+        self.placements.append(RankPlacement(name, (dims,), (size,), ranks))
 
     def _call(self, name: str) -> Any:
         getter = getattr(self._mpu, name, None)

@@ -93,7 +93,7 @@ class Message:
 
 
 @dataclass
-class LayerCalls:
+class LayerTraffic:
     """Collectives of one kind that layers called over one group.
 
     ``numel``: elements of the full tensors; ``sent_numel``: of these, what this rank sends to others if
@@ -110,7 +110,7 @@ class CallLog:
     """Messages between stages, in order, and collectives of layers, by name and global ranks."""
 
     messages: list[Message] = field(default_factory=list)
-    layers: dict[tuple[str, tuple[int, ...]], LayerCalls] = field(default_factory=dict)
+    layers: dict[tuple[str, tuple[int, ...]], LayerTraffic] = field(default_factory=dict)
 
     def note(
         self, func: Any, args: Sequence[Any], result: Any
@@ -135,7 +135,7 @@ class CallLog:
         return None
 
     def _note_layer(self, op: str, ranks: tuple[int, ...], numel: int) -> None:
-        calls = self.layers.setdefault((op, ranks), LayerCalls())
+        calls = self.layers.setdefault((op, ranks), LayerTraffic())
         calls.calls += 1
         calls.numel += numel
         passes = 2 if op == "all_reduce" else 1  # a reduce-scatter and an all-gather

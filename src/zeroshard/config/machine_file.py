@@ -97,7 +97,7 @@ class Copies(Section):
     device_to_host_bytes_per_s: Number | None = None
 
 
-class Host(Section):
+class HostRates(Section):
     """The host of a node, which its ranks share."""
 
     memory_bytes_per_s: Number | None = Field(default=None, description="Of all cores together.")
@@ -107,7 +107,7 @@ class Host(Section):
     cores: Number | None = None
 
 
-class Disk(Section):
+class DiskRates(Section):
     """A local disk, in bytes/s for one rank."""
 
     read_bytes_per_s: Number | None = None
@@ -150,8 +150,8 @@ class MachineFile(Section):
         'in torch ("_softmax"). "exp" stands for all that are not named.',
     )
     copies: Copies = Copies()
-    host: Host = Host()
-    disk: Disk = Disk()
+    host: HostRates = HostRates()
+    disk: DiskRates = DiskRates()
     inside_node: Link = Link()
     between_nodes: Link = Link()
 

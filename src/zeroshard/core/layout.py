@@ -35,7 +35,7 @@ def round_up(numel: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SlotBlock:
     """The part of a global tensor that the ranks of one shard group hold: ``global[start:][:extent]``.
 
     ``shape``: of the global tensor. ``start``: of this part, one number per axis; its extent is the shape
@@ -69,7 +69,7 @@ class Slot:
     fqn: str
     shape: tuple[int, ...]
     start: int
-    block: Block | None = None
+    block: SlotBlock | None = None
     numel: int = field(init=False)
     stop: int = field(init=False)
 
@@ -146,7 +146,7 @@ class UnitLayout:
 class _Item(NamedTuple):
     fqn: str
     shape: tuple[int, ...]
-    block: Block | None
+    block: SlotBlock | None
 
     @property
     def numel(self) -> int:
@@ -162,7 +162,7 @@ def pack(
     *,
     num_shards: int,
     whole: bool = False,
-    blocks: Mapping[str, Block] = MappingProxyType({}),
+    blocks: Mapping[str, SlotBlock] = MappingProxyType({}),
 ) -> UnitLayout:
     """Place parameters one after another, and pad so that ``num_shards`` equal shards result.
 

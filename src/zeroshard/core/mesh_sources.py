@@ -52,7 +52,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """Which ranks a source puts where: ``ranks`` in row-major order of ``shape``.
 
     ``axes``: for each axis of ``shape``, the dimensions of the mesh that it runs along. All ranks have
@@ -85,7 +85,7 @@ class MeshSource:
 
     name: str
     claims: tuple[Claim, ...]
-    placements: tuple[Placement, ...] = ()
+    placements: tuple[RankPlacement, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -285,7 +285,7 @@ def _near(divisors: Sequence[int], size: int) -> list[int]:
     return [one for one in divisors if one == 1 or size / 8 <= one <= size * 8]
 
 
-def _check_placement(placement: Placement, mesh: Mesh) -> None:
+def _check_placement(placement: RankPlacement, mesh: Mesh) -> None:
     """Raise :class:`UsageError` if ``mesh`` has other ranks at the positions of ``placement``."""
     ours = placement.by_mesh(mesh)
     if ours == placement.ranks:

@@ -276,7 +276,7 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
                                "FusedLionBuilder FusedLambBuilder AsyncIOBuilder UtilsBuilder "
                                "ALL_OPS"),
     ("ops.aio", _VERSION_INFO, "AsyncIOBuilder"),
-    ("launcher.runner", "zeroshard.launch.env", "DEEPSPEED_ENVIRONMENT_NAME"),
+    ("launcher.runner", "zeroshard.launch.rank_env", "DEEPSPEED_ENVIRONMENT_NAME"),
     ("launcher.runner", _POOLS, "fetch_hostfile parse_inclusion_exclusion EXPORT_ENVS "
                                     "DLTS_HOSTFILE"),
     ("launcher.runner", "zeroshard.cli.runner", "main"),

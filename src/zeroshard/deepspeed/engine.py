@@ -20,7 +20,7 @@ from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
 from zeroshard.deepspeed.logs import log_dist
 from zeroshard.deepspeed.lone_reads import LoneReads
 from zeroshard.deepspeed.monitors import MonitorMaster
-from zeroshard.deepspeed.optimizer import EngineOptimizer, optimizer_of
+from zeroshard.deepspeed.optimizer import ForwardingOptimizer, optimizer_of
 from zeroshard.deepspeed.parameters import mark_parameters
 from zeroshard.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from zeroshard.errors import UnsupportedError
@@ -38,7 +38,7 @@ class DeepSpeedEngine(ForwardingEngine):
         super().__init__(model, optimizer=_inner(optimizer), **options)
         self._mesh_groups = groups.use(self.mesh)
         self.mpu: Any = None if self.mesh.is_data_only else self._mesh_groups
-        self.optimizer: EngineOptimizer | DeepSpeedZeRoOffload | None = optimizer_of(self)  # type: ignore[assignment]
+        self.optimizer: ForwardingOptimizer | DeepSpeedZeRoOffload | None = optimizer_of(self)  # type: ignore[assignment]
         self.is_compiled = False
         self.losses: Tensor | None = None
         self._short_steps = conflicts.ShortSteps()
@@ -199,4 +199,4 @@ class DeepSpeedEngine(ForwardingEngine):
 
 
 def _inner(optimizer: Any) -> Any:
-    return optimizer.optimizer if isinstance(optimizer, EngineOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, ForwardingOptimizer) else optimizer

@@ -13,7 +13,7 @@ from zeroshard.deepspeed import api_table, conflicts
 from zeroshard.deepspeed.engine import DeepSpeedEngine
 from zeroshard.deepspeed.install import disagreement
 from zeroshard.deepspeed.logs import log_dist, log_dist_once, logger
-from zeroshard.deepspeed.optimizer import EngineOptimizer
+from zeroshard.deepspeed.optimizer import ForwardingOptimizer
 from zeroshard.deepspeed.pipeline_engine import PipelineEngine
 from zeroshard.deepspeed.pipeline_module import PipelineModule
 from zeroshard.deepspeed.version_check import check_consumers
@@ -35,7 +35,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[DeepSpeedEngine, EngineOptimizer | None, Any, Any]:
+) -> tuple[DeepSpeedEngine, ForwardingOptimizer | None, Any, Any]:
     """:func:`zeroshard.initialize`, with an engine and an optimizer under DeepSpeed's names.
 
     A ``PipelineModule`` gets a :class:`PipelineEngine`, any other model a :class:`DeepSpeedEngine`.

@@ -27,7 +27,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     """The base class of optimizers with sharded state."""
 
 
-class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
+class ForwardingOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     """The optimizer as the program sees it; torch's schedules accept it.
 
     ``optimizer`` is the inner one. ``step``, ``backward`` and ``zero_grad`` call the engine.
@@ -173,11 +173,11 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         )
 
 
-class DeepSpeedZeroOptimizer(EngineOptimizer):
+class DeepSpeedZeroOptimizer(ForwardingOptimizer):
     """The optimizer at stages 1 and 2, and at stage 0 in fp32."""
 
 
-class DeepSpeedZeroOptimizer_Stage3(EngineOptimizer):
+class DeepSpeedZeroOptimizer_Stage3(ForwardingOptimizer):
     """The optimizer at stage 3."""
 
     @property
@@ -187,25 +187,25 @@ class DeepSpeedZeroOptimizer_Stage3(EngineOptimizer):
         return found
 
 
-class BF16_Optimizer(EngineOptimizer):
+class BF16_Optimizer(ForwardingOptimizer):
     """The optimizer at stage 0 in bf16."""
 
 
-class FP16_Optimizer(EngineOptimizer):
+class FP16_Optimizer(ForwardingOptimizer):
     """The optimizer at stage 0 in fp16."""
 
 
-class FP16_UnfusedOptimizer(EngineOptimizer):
+class FP16_UnfusedOptimizer(ForwardingOptimizer):
     """Never made: there is one implementation of fp16."""
 
 
-def optimizer_of(engine: ForwardingEngine) -> EngineOptimizer | None:
+def optimizer_of(engine: ForwardingEngine) -> ForwardingOptimizer | None:
     """The engine's optimizer, as the class that programs expect; None if the engine has none."""
     inner = engine.basic_optimizer
     if inner is None:
         return None
     stage, settings = engine.runtime.stage.number, engine.settings
-    cls: type[EngineOptimizer] = DeepSpeedZeroOptimizer
+    cls: type[ForwardingOptimizer] = DeepSpeedZeroOptimizer
     if stage == 3:
         cls = DeepSpeedZeroOptimizer_Stage3
     elif stage == 0 and (settings.fp16.enabled or settings.bf16.enabled):

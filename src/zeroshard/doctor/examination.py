@@ -13,11 +13,11 @@ from typing import Any
 
 from zeroshard.doctor import probes
 from zeroshard.doctor.facts import Facts, gather
-from zeroshard.doctor.probes import Outcome
+from zeroshard.doctor.probes import ProbeOutcome
 from zeroshard.doctor.verdicts import (
     BISECT,
     CODES,
-    Finding,
+    MachineFinding,
     of_facts,
     of_gloo,
     of_gpus,
@@ -40,9 +40,9 @@ class Examination:
 
     facts: Facts
     gpus: list[dict[str, str]]
-    gloo: dict[int, Outcome]
-    nccl: dict[str, Outcome]
-    findings: list[Finding]
+    gloo: dict[int, ProbeOutcome]
+    nccl: dict[str, ProbeOutcome]
+    findings: list[MachineFinding]
 
     @property
     def exit_code(self) -> int:
@@ -64,7 +64,7 @@ def examine(
     count = ranks or len(gpus) or 2
     trouble, place = probes.disk(disk, limit_s=ANSWER_LIMIT_S, environ=environ)
     facts = gather(count, place, environ, disk_trouble=trouble)
-    name: list[Finding] = []
+    name: list[MachineFinding] = []
     if nodes > 1:
         answered, found = probes.addresses(facts.host, limit_s=ANSWER_LIMIT_S, environ=environ)
         name = list(of_name(found, answered=answered))
@@ -73,8 +73,8 @@ def examine(
     for n in sorted({2, min(count, most)} - {1}):
         limit_s = GLOO_LIMIT_S * max(1.0, n / facts.usable_cores)
         gloo[n] = _exchange(n, "gloo", time_left.at_most(limit_s), environ)
-    one = Outcome("ok", "")
-    nccl: dict[str, Outcome] = {}
+    one = ProbeOutcome("ok", "")
+    nccl: dict[str, ProbeOutcome] = {}
     if gpus:
         one, nccl = _try_nccl(min(count, len(gpus)), facts, environ, time_left)
     verdict = of_nccl(one, nccl)
@@ -100,18 +100,18 @@ class _Deadline:
         return min(limit_s, left_s) if left_s >= min(limit_s, LEAST_S) else 0.0
 
 
-def _exchange(ranks: int, backend: str, limit_s: float, environ: Mapping[str, str]) -> Outcome:
+def _exchange(ranks: int, backend: str, limit_s: float, environ: Mapping[str, str]) -> ProbeOutcome:
     if not limit_s:
-        return Outcome("untried", "not tried: no time was left")
+        return ProbeOutcome("untried", "not tried: no time was left")
     return probes.collectives(ranks, backend, limit_s=limit_s, environ=environ)
 
 
 def _try_nccl(
     ranks: int, facts: Facts, environ: Mapping[str, str], time_left: _Deadline
-) -> tuple[Outcome, dict[str, Outcome]]:
+) -> tuple[ProbeOutcome, dict[str, ProbeOutcome]]:
     """One GPU alone, then all GPUs with one setting after the other, until one works."""
     one = _exchange(1, "nccl", time_left.at_most(NCCL_LIMIT_S), environ)
-    tried: dict[str, Outcome] = {}
+    tried: dict[str, ProbeOutcome] = {}
     if one.kind != "ok" or ranks < 2:
         return one, tried
     interfaces = [(f"NCCL_SOCKET_IFNAME={n}", {"NCCL_SOCKET_IFNAME": n}) for n in facts.interfaces]
@@ -169,7 +169,7 @@ def _checks(found: Examination) -> Iterator[tuple[str, str]]:
         yield "NCCL", f"{name}: {_numbers(outcome)}"
 
 
-def _numbers(outcome: Outcome) -> str:
+def _numbers(outcome: ProbeOutcome) -> str:
     """Latency of 8 bytes and bandwidth of 16 MiB of an all-reduce, and whether values were right."""
     if not outcome.found:
         return outcome.text

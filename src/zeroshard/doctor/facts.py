@@ -21,7 +21,7 @@ from pathlib import Path
 
 from zeroshard.core.files import free_nbytes, turn_direct
 from zeroshard.core.filesystems import filesystem_of
-from zeroshard.launch.env import variables_of_behaviour
+from zeroshard.launch.rank_env import variables_of_behaviour
 from zeroshard.memory.host_limits import ROOT, HostLimits, cgroup_folders, host_limits
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "safetensors")

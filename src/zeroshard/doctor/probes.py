@@ -26,7 +26,7 @@ _END_S = 5.0  # that a killed process may take to end
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProbeOutcome:
     """How a probe ended. ``text``: in words. ``found``: what it printed as JSON.
 
     "wrong": the values of a collective were not the right ones. "absent": the program is not installed.
@@ -39,7 +39,7 @@ class Outcome:
     output: str = ""
 
 
-def run(command: Sequence[str], *, limit_s: float, environ: Mapping[str, str]) -> Outcome:
+def run(command: Sequence[str], *, limit_s: float, environ: Mapping[str, str]) -> ProbeOutcome:
     """Run a program until it ends or time is up."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
@@ -52,18 +52,18 @@ def run(command: Sequence[str], *, limit_s: float, environ: Mapping[str, str]) -
                 env=dict(environ),
             )
         except FileNotFoundError as error:
-            return Outcome("absent", f"{error.filename} is not installed")
+            return ProbeOutcome("absent", f"{error.filename} is not installed")
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return Outcome("hang", f"no answer in {limit_s:.0f} s", output=_read(out))
+            return ProbeOutcome("hang", f"no answer in {limit_s:.0f} s", output=_read(out))
         finally:  # also if a signal ends this process: the command makes an exception of it
             _kill(process)
         if code:
-            return Outcome(
+            return ProbeOutcome(
                 "failed", _last_line(_read(err)) or f"exit code {code}", output=_read(out)
             )
-        return Outcome("ok", "ok", output=_read(out))
+        return ProbeOutcome("ok", "ok", output=_read(out))
 
 
 def _read(file: IO[bytes]) -> str:
@@ -86,7 +86,7 @@ def _last_line(text: str) -> str:
 
 def collectives(
     ranks: int, backend: str, *, limit_s: float, environ: Mapping[str, str], wrong_rank: int = -1
-) -> Outcome:
+) -> ProbeOutcome:
     """Exchange tensors between ``ranks`` new processes and check the values.
 
     ``wrong_rank`` sends other values than it should, for tests.
@@ -103,13 +103,15 @@ def collectives(
     try:
         found = json.loads(outcome.output.splitlines()[-1])
     except (ValueError, IndexError):
-        return Outcome("failed", "its output cannot be read", output=outcome.output)
+        return ProbeOutcome("failed", "its output cannot be read", output=outcome.output)
     if found["wrong"]:
-        return Outcome("wrong", f"wrong values in {', '.join(found['wrong'])}", found)
-    return Outcome("ok", "values ok", found)
+        return ProbeOutcome("wrong", f"wrong values in {', '.join(found['wrong'])}", found)
+    return ProbeOutcome("ok", "values ok", found)
 
 
-def gpus(*, limit_s: float, environ: Mapping[str, str]) -> tuple[Outcome, list[dict[str, str]]]:
+def gpus(
+    *, limit_s: float, environ: Mapping[str, str]
+) -> tuple[ProbeOutcome, list[dict[str, str]]]:
     """The GPUs that ``nvidia-smi`` lists: name, memory in MiB and driver."""
     fields = ("name", "memory.total", "driver_version")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
@@ -118,7 +120,7 @@ def gpus(*, limit_s: float, environ: Mapping[str, str]) -> tuple[Outcome, list[d
         (f"{d}/nvidia-smi" for d in path.split(":") if os.access(f"{d}/nvidia-smi", os.X_OK)), None
     )
     if program is None:
-        return Outcome("absent", "nvidia-smi is not installed"), []
+        return ProbeOutcome("absent", "nvidia-smi is not installed"), []
     outcome = run([program, *command[1:]], limit_s=limit_s, environ=environ)
     if outcome.kind != "ok":
         return outcome, []
@@ -126,7 +128,7 @@ def gpus(*, limit_s: float, environ: Mapping[str, str]) -> tuple[Outcome, list[d
         [cell.strip() for cell in line.split(",")] for line in outcome.output.splitlines() if line
     ]
     if any(len(row) != len(fields) or not row[1].isdigit() for row in rows):
-        return Outcome("failed", f"its answer begins with {outcome.output[:60]!r}"), []
+        return ProbeOutcome("failed", f"its answer begins with {outcome.output[:60]!r}"), []
     return outcome, [dict(zip(fields, row, strict=True)) for row in rows]
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from zeroshard.core.filesystems import medium_of
 from zeroshard.doctor.facts import Facts
-from zeroshard.doctor.probes import Outcome
+from zeroshard.doctor.probes import ProbeOutcome
 from zeroshard.launch.memory_check import BARE_RANK_NBYTES, SMALL_SHM_NBYTES
 from zeroshard.memory.host_limits import gib
 
@@ -124,7 +124,7 @@ SLOW_VARIABLES = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFinding:
     """One thing that is wrong. ``fix``: a line of shell that helps now, or empty."""
 
     code: str
@@ -137,50 +137,50 @@ class Finding:
         return CODES[self.code].weight
 
 
-def of_facts(facts: Facts) -> Iterator[Finding]:
+def of_facts(facts: Facts) -> Iterator[MachineFinding]:
     """What the facts alone say."""
     yield from _of_versions(facts)
     free = facts.memory.free_nbytes
     if free is not None and free < facts.ranks * BARE_RANK_NBYTES:
-        yield Finding(
+        yield MachineFinding(
             "ZS-D110",
             f"{gib(free)} are free, {facts.ranks} ranks need a quarter of a GiB each to start",
         )
     if facts.shm_nbytes is not None and facts.shm_nbytes <= SMALL_SHM_NBYTES:
-        yield Finding("ZS-D203", f"{gib(facts.shm_nbytes)} for {facts.ranks} ranks")
+        yield MachineFinding("ZS-D203", f"{gib(facts.shm_nbytes)} for {facts.ranks} ranks")
     yield from _of_cores(facts)
     if 0 <= facts.limits["-n"] < 4096:
-        yield Finding("ZS-D204", f"ulimit -n is {facts.limits['-n']}", "ulimit -n 65536")
+        yield MachineFinding("ZS-D204", f"ulimit -n is {facts.limits['-n']}", "ulimit -n 65536")
     yield from _of_disk(facts)
     for name, slow in SLOW_VARIABLES.items():
         value = facts.variables.get(name)
         if value is not None and re.fullmatch(slow, value):
-            yield Finding("ZS-D208", f"{name}={value}", f"unset {name}")
+            yield MachineFinding("ZS-D208", f"{name}={value}", f"unset {name}")
 
 
-def _of_versions(facts: Facts) -> Iterator[Finding]:
+def _of_versions(facts: Facts) -> Iterator[MachineFinding]:
     version = facts.versions.get("torch")
     numbers = tuple(int(n) for n in re.findall(r"\d+", version or "")[:2])
     if numbers < OLDEST_TORCH:
-        yield Finding("ZS-D111", f"torch {version}" if version else "torch is not installed")
+        yield MachineFinding("ZS-D111", f"torch {version}" if version else "torch is not installed")
 
 
-def _of_cores(facts: Facts) -> Iterator[Finding]:
+def _of_cores(facts: Facts) -> Iterator[MachineFinding]:
     cores, ranks = facts.usable_cores, facts.ranks
     if cores < ranks:
-        yield Finding("ZS-D202", f"{cores:g} cores for {ranks} ranks")
+        yield MachineFinding("ZS-D202", f"{cores:g} cores for {ranks} ranks")
     each = max(1, int(cores / ranks))
     given = facts.variables.get("OMP_NUM_THREADS", "")
     # Without the variable, `zeroshard launch` and torchrun set it.
     if given.isdigit() and int(given) != each and (int(given) > each or each >= 4):
         line = f"export OMP_NUM_THREADS={each}"
-        yield Finding("ZS-D201", f"it is {given}, and a rank has {each} cores", line)
+        yield MachineFinding("ZS-D201", f"it is {given}, and a rank has {each} cores", line)
 
 
-def _of_disk(facts: Facts) -> Iterator[Finding]:
+def _of_disk(facts: Facts) -> Iterator[MachineFinding]:
     disk = facts.disk
     if disk is None:
-        yield Finding("ZS-D207", facts.disk_trouble)
+        yield MachineFinding("ZS-D207", facts.disk_trouble)
         return
     reasons = []
     medium = medium_of(disk.filesystem)
@@ -191,35 +191,35 @@ def _of_disk(facts: Facts) -> Iterator[Finding]:
     if disk.free_nbytes < 1 << 30:
         reasons.append(f"{gib(disk.free_nbytes)} are free")
     if reasons:
-        yield Finding("ZS-D207", f"{disk.path} ({disk.filesystem}): {', '.join(reasons)}")
+        yield MachineFinding("ZS-D207", f"{disk.path} ({disk.filesystem}): {', '.join(reasons)}")
 
 
-def of_gpus(facts: Facts, answer: Outcome) -> Iterator[Finding]:
+def of_gpus(facts: Facts, answer: ProbeOutcome) -> Iterator[MachineFinding]:
     """What ``nvidia-smi`` says. ``answer.kind`` "absent": there is none, which is fine."""
     if answer.kind == "absent":
         return
     if answer.kind != "ok":
-        yield Finding("ZS-D105", answer.text)
+        yield MachineFinding("ZS-D105", answer.text)
     elif 0 <= facts.limits["-l"] < 1 << 20:
         line = "ulimit -l unlimited"
-        yield Finding("ZS-D205", f"ulimit -l is {facts.limits['-l']} KiB", line)
+        yield MachineFinding("ZS-D205", f"ulimit -l is {facts.limits['-l']} KiB", line)
 
 
-def of_name(addresses: Sequence[str], *, answered: bool) -> Iterator[Finding]:
+def of_name(addresses: Sequence[str], *, answered: bool) -> Iterator[MachineFinding]:
     """Whether others reach this host by its name. ``addresses``: that its name leads to."""
     if not answered:
-        yield Finding("ZS-D206", "the name service does not answer")
+        yield MachineFinding("ZS-D206", "the name service does not answer")
     elif not addresses:
-        yield Finding("ZS-D206", "the name is not known")
+        yield MachineFinding("ZS-D206", "the name is not known")
     elif all(address.startswith("127.") or address == "::1" for address in addresses):
-        yield Finding("ZS-D206", f"it leads to {', '.join(addresses)}, the loopback")
+        yield MachineFinding("ZS-D206", f"it leads to {', '.join(addresses)}, the loopback")
 
 
-def of_gloo(outcomes: Mapping[int, Outcome]) -> Iterator[Finding]:
+def of_gloo(outcomes: Mapping[int, ProbeOutcome]) -> Iterator[MachineFinding]:
     """What the exchanges on the CPU say. ``outcomes``: by number of ranks."""
     for ranks, outcome in outcomes.items():
         if outcome.kind not in ("ok", "untried"):
-            yield Finding("ZS-D104", f"{ranks} ranks: {outcome.text}")
+            yield MachineFinding("ZS-D104", f"{ranks} ranks: {outcome.text}")
 
 
 BISECT: tuple[tuple[str, Mapping[str, str]], ...] = (
@@ -230,7 +230,7 @@ BISECT: tuple[tuple[str, Mapping[str, str]], ...] = (
 """Settings of NCCL, in the order in which they are tried until one works."""
 
 
-def of_nccl(one_gpu: Outcome, tried: Mapping[str, Outcome]) -> Finding | None:
+def of_nccl(one_gpu: ProbeOutcome, tried: Mapping[str, ProbeOutcome]) -> MachineFinding | None:
     """The verdict over one GPU alone, and over all with the settings of :data:`BISECT`.
 
     >>> ok, hang = Outcome("ok", ""), Outcome("hang", "no answer in 30 s")
@@ -238,7 +238,7 @@ def of_nccl(one_gpu: Outcome, tried: Mapping[str, Outcome]) -> Finding | None:
     'ZS-D101'
     """
     if one_gpu.kind != "ok":
-        return Finding("ZS-D100", one_gpu.text)
+        return MachineFinding("ZS-D100", one_gpu.text)
     first = tried.get("default")
     if first is not None and first.kind == "ok":
         return _of_speed(first)
@@ -247,16 +247,16 @@ def of_nccl(one_gpu: Outcome, tried: Mapping[str, Outcome]) -> Finding | None:
         return None
     detail = f"{first.text} by default"
     if not working:
-        return Finding("ZS-D103", detail)
+        return MachineFinding("ZS-D103", detail)
     code = {"P2P off": "ZS-D101", "P2P and SHM off": "ZS-D102"}.get(working[0], "ZS-D103")
     settings = dict(BISECT).get(working[0]) or dict([working[0].split("=", 1)])
     line = "export " + " ".join(f"{name}={value}" for name, value in settings.items())
-    return Finding(code, f"{detail}; it works with {working[0]}", line)
+    return MachineFinding(code, f"{detail}; it works with {working[0]}", line)
 
 
-def _of_speed(works: Outcome) -> Finding | None:
+def _of_speed(works: ProbeOutcome) -> MachineFinding | None:
     """Right values that come too late: redirected peer-to-peer traffic takes tens of milliseconds."""
     latency_s = works.found["all_reduce"]["latency_s"] if works.found else 0.0
     if latency_s <= SLOW_LATENCY_S:
         return None
-    return Finding("ZS-D209", f"8 bytes take {1e3 * latency_s:.1f} ms")
+    return MachineFinding("ZS-D209", f"8 bytes take {1e3 * latency_s:.1f} ms")

@@ -41,7 +41,7 @@ from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake
 from zeroshard.engine.param_groups import groups_in_words
 from zeroshard.engine.pipeline_traffic import (
     PipelineTraffic,
-    RankFacts,
+    RankMemory,
     agreed_traffic,
     facts_of,
 )
@@ -59,7 +59,7 @@ from zeroshard.engine.unit_plan import UnitSpec, layout_digest, plan_bytes
 from zeroshard.errors import in_short
 from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.offload.capacity_check import check_capacity
-from zeroshard.offload.plan import (
+from zeroshard.offload.offload_plan import (
     OffloadPlan,
     check_device,
     disk_buffer_nbytes,
@@ -483,7 +483,7 @@ def _traffic(
 ) -> PipelineTraffic:
     """How often a pipeline gathers and reduces. Collective if it is to be chosen."""
 
-    def facts() -> RankFacts:
+    def facts() -> RankMemory:
         return facts_of(
             draft.specs,
             plan,

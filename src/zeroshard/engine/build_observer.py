@@ -21,7 +21,7 @@ from zeroshard.engine.optimizer_step import is_fake
 from zeroshard.engine.run_log import JsonLines, RunLog, file_name, note_in
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.step_stream import StepStream
-from zeroshard.launch.env import variables_of_behaviour
+from zeroshard.launch.rank_env import variables_of_behaviour
 from zeroshard.launch.run_folder import RECORD_FORMAT, attempt, make_run_folder
 from zeroshard.version import __version__
 from zeroshard.watchdog.session import CommSession

@@ -102,7 +102,7 @@ def dealt(
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PassBegin:
     """Where a pass over the loader began."""
 
     epoch: int = 0
@@ -111,20 +111,20 @@ class Begun:
     noted: deque[Any] = field(default_factory=deque)  # sampler states at batches drawn ahead
 
 
-class Position(Protocol):
+class LoaderPosition(Protocol):
     """The position of a loader. There is one class for each way of choosing samples."""
 
     kind: str
 
-    def begin(self) -> Begun:
+    def begin(self) -> PassBegin:
         """A pass begins."""
         ...
 
-    def reach(self, begun: Begun, batches: int) -> None:
+    def reach(self, begun: PassBegin, batches: int) -> None:
         """The pass has yielded ``batches`` batches on this rank."""
         ...
 
-    def end(self, begun: Begun) -> None:
+    def end(self, begun: PassBegin) -> None:
         """The pass has no more batches."""
         ...
 
@@ -150,16 +150,16 @@ class EpochPosition:
         self._sampler = sampler
         self._batch_size = batch_size
 
-    def begin(self) -> Begun:
-        return Begun(self._sampler.epoch, self._sampler.begin)
+    def begin(self) -> PassBegin:
+        return PassBegin(self._sampler.epoch, self._sampler.begin)
 
-    def reach(self, begun: Begun, batches: int) -> None:
+    def reach(self, begun: PassBegin, batches: int) -> None:
         sampler = self._sampler
         if sampler.epoch == begun.epoch:  # else the program has chosen another during the pass
             consumed = begun.samples + batches * self._batch_size * sampler.num_replicas
             sampler.consumed = min(consumed, sampler.dataset_len)
 
-    def end(self, begun: Begun) -> None:
+    def end(self, begun: PassBegin) -> None:
         if self._sampler.epoch == begun.epoch:
             self._sampler.consumed = 0
 
@@ -213,14 +213,14 @@ class StreamPosition:
         self._batches = 0
         self._begin = 0  # batches before the next pass
 
-    def begin(self) -> Begun:
+    def begin(self) -> PassBegin:
         self._batches, self._begin = self._begin, 0
-        return Begun(batches=self._batches)
+        return PassBegin(batches=self._batches)
 
-    def reach(self, begun: Begun, batches: int) -> None:
+    def reach(self, begun: PassBegin, batches: int) -> None:
         self._batches = begun.batches + batches
 
-    def end(self, begun: Begun) -> None:
+    def end(self, begun: PassBegin) -> None:
         self._batches = 0
 
     def state(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class SamplerPosition:
         self._dp_size = dp_size
         self._is_main_rank = is_main_rank
         self._can = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        self._begun = Begun()
+        self._begun = PassBegin()
         self._current: Any = None  # None: ask the sampler
         self._has_warned = False
 
@@ -275,15 +275,15 @@ class SamplerPosition:
         if self._can:  # for a last, shorter batch
             noted.append(copy.deepcopy(self._sampler.state_dict()))
 
-    def begin(self) -> Begun:
-        self._begun = Begun()
+    def begin(self) -> PassBegin:
+        self._begun = PassBegin()
         return self._begun
 
-    def reach(self, begun: Begun, batches: int) -> None:
+    def reach(self, begun: PassBegin, batches: int) -> None:
         if self._can:
             self._current = begun.noted.popleft()
 
-    def end(self, begun: Begun) -> None:
+    def end(self, begun: PassBegin) -> None:
         self._current = None
 
     def state(self) -> dict[str, Any]:
@@ -378,7 +378,7 @@ class ResumableLoader(DataLoader[Any]):
         self.dp_rank = dp_rank
         self._fused_updates = 0  # index of the current pass, or of the next one
         self._is_inside = False  # whether a pass has begun and not ended
-        self._position: Position
+        self._position: LoaderPosition
         if is_stream:
             self._position = StreamPosition(batch_size, dp_size, num_workers)
         elif isinstance(sampler, ResumableSampler):

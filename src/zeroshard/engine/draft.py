@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zeroshard.comm.dtensors import block_of, head_copies, note_kinds
 from zeroshard.comm.env import DataCoordinate, RankInfo
 from zeroshard.config import Config, LoadedConfig, load_config
-from zeroshard.core.layout import Block
+from zeroshard.core.layout import SlotBlock
 from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import own_device
@@ -187,7 +187,7 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
         raise UsageError(f"zeroshard.parallel.pipeline: {refusal}.")
 
 
-def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, Block]:
+def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, SlotBlock]:
     """The places of the model's DTensors in their global tensors, by name."""
     found = {name: block_of(name, p, mesh, rank) for name, p in model.named_parameters()}
     return {name: block for name, block in found.items() if block is not None}
@@ -230,7 +230,7 @@ def cut_tensor(given: EngineArguments, mesh: Mesh, loaded: LoadedConfig) -> Engi
     return replace(given, model_parameters=applied.renewed(listed) or None)
 
 
-def check_is_cut(blocks: Iterable[Block], mesh: Mesh, origin: str) -> None:
+def check_is_cut(blocks: Iterable[SlotBlock], mesh: Mesh, origin: str) -> None:
     """Check that tensor ranks hold parts of the model. ``origin``: who gave the size of ``tensor``.
 
     Raises:

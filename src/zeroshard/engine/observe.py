@@ -31,7 +31,7 @@ BREAKDOWN_EVERY = 10
 """Steps between breakdowns if ``steps_per_print`` is not set."""
 
 
-class Traffic(NamedTuple):
+class CollectiveCost(NamedTuple):
     """What one kind of collective has cost so far.
 
     ``flight_s`` and ``flight_nbytes`` are of the calls whose wait blocked the host: seconds from the
@@ -45,13 +45,13 @@ class Traffic(NamedTuple):
     flight_nbytes: int = 0
 
     @classmethod
-    def of(cls, entry: Entry) -> Traffic:
+    def of(cls, entry: Entry) -> CollectiveCost:
         """The traffic of an entry of the recorder."""
         return cls(*(getattr(entry, name) for name in cls._fields))
 
-    def plus(self, other: Traffic, sign: int = 1) -> Traffic:
+    def plus(self, other: CollectiveCost, sign: int = 1) -> CollectiveCost:
         """The sum; with ``sign=-1`` the difference."""
-        return Traffic._make(a + sign * b for a, b in zip(self, other, strict=True))
+        return CollectiveCost._make(a + sign * b for a, b in zip(self, other, strict=True))
 
     def line(self, label: str, steps: int) -> str:
         """Calls, bytes sent and time waited of one step, and the bandwidth of the bus.
@@ -106,7 +106,7 @@ class Observer:
         self._seconds: dict[str, float] = {}  # of the host by phase, since the last line
         self._marks: list[Any] = []  # (phase, begin, end) in the current step
         self._held: dict[str, dict[str, int]] = {}
-        self._sent: dict[tuple[str, str, str], Traffic] = {}
+        self._sent: dict[tuple[str, str, str], CollectiveCost] = {}
         self._steps = 0
         self._in_step = False
         self._ended: tuple[StepReport, int, int, float] | None = (
@@ -222,18 +222,18 @@ class Observer:
 
     def _traffic_lines(self) -> list[str]:
         section = self._settings.comms_logger
-        totals: dict[str, Traffic] = {}
+        totals: dict[str, CollectiveCost] = {}
         entries = [(each.group, entry) for each in self._recorders for entry in each.traffic()]
         for group, entry in entries:
             op = entry.op.partition(" ")[0]  # "broadcast from 0"
             key = group, entry.op, entry.name
-            now = Traffic.of(entry)
-            change = now.plus(self._sent.get(key, Traffic()), -1)
+            now = CollectiveCost.of(entry)
+            change = now.plus(self._sent.get(key, CollectiveCost()), -1)
             self._sent[key] = now
             if not section.prof_all and op not in section.prof_ops:
                 continue
             for label in (op, f"{op} {entry.name}") if section.verbose else (op,):
-                totals[label] = totals.get(label, Traffic()).plus(change)
+                totals[label] = totals.get(label, CollectiveCost()).plus(change)
         steps = max(1, self._steps)
         return [
             traffic.line(label, steps) for label, traffic in sorted(totals.items()) if traffic.calls
@@ -294,7 +294,7 @@ def _facts(engine: weakref.ref[Any]) -> dict[str, Any]:
         "memory": [asdict(row) for row in owner.memory_report().rows],
         "traffic": [
             {"group": each.group, "op": entry.op, "name": entry.name,
-             **Traffic.of(entry)._asdict(), "payload_numel": entry.payload_numel}
+             **CollectiveCost.of(entry)._asdict(), "payload_numel": entry.payload_numel}
             for each in owner._watch.recorders
             for entry in each.traffic()
             if entry.calls

@@ -33,7 +33,7 @@ SPARE = 0.5
 
 
 @dataclass(frozen=True)
-class RankFacts:
+class RankMemory:
     """What the choice needs to know of one rank.
 
     ``place``: a number of the memory that the rank uses; ranks with the same number share it.
@@ -81,7 +81,7 @@ class PipelineTraffic:
 def choose_traffic(
     gather: str,
     reduce: str,
-    ranks: Sequence[RankFacts],
+    ranks: Sequence[RankMemory],
     *,
     micro_batches: int,
     limit_nbytes: int | None,
@@ -116,10 +116,10 @@ def _choices(asked: str) -> Sequence[str]:
     return GATHER if asked == AUTO else (asked,)
 
 
-def _fits(pair: tuple[str, str], ranks: Sequence[RankFacts], limit_nbytes: int | None) -> bool:
+def _fits(pair: tuple[str, str], ranks: Sequence[RankMemory], limit_nbytes: int | None) -> bool:
     if limit_nbytes is not None:
         return all(rank.more_nbytes(*pair) <= limit_nbytes for rank in ranks)
-    sharing: dict[int, list[RankFacts]] = defaultdict(list)
+    sharing: dict[int, list[RankMemory]] = defaultdict(list)
     for rank in ranks:
         sharing[rank.place].append(rank)
     return all(
@@ -133,7 +133,7 @@ def _in_words(
     gather: str,
     reduce: str,
     chosen: tuple[str, str],
-    ranks: Sequence[RankFacts],
+    ranks: Sequence[RankMemory],
     limit_nbytes: int | None,
 ) -> str:
     named = zip(("gather", "reduce"), (gather, reduce), chosen, strict=True)
@@ -165,7 +165,7 @@ def facts_of(
     *,
     shares: int,
     rank: int,
-) -> RankFacts:
+) -> RankMemory:
     """The facts of this rank. ``shares``: the ranks that a unit is sharded over. ``rank``: global.
 
     ``planned``: bytes by category and tier (:func:`zeroshard.core.nbytes.state_nbytes`). Units that are
@@ -177,7 +177,7 @@ def facts_of(
     on_cpu = device.type == "cpu"
     free_nbytes = (host_limits().free_nbytes or 0) if on_cpu else ops_of(device).free_nbytes()
     on_device = sum(nbytes for (_, tier), nbytes in planned.items() if tier is Tier.DEVICE)
-    return RankFacts(
+    return RankMemory(
         place=host_number() if on_cpu else rank,
         free_nbytes=free_nbytes,
         needed_nbytes=demand_of(planned, on_cpu=True).host_nbytes if on_cpu else on_device,
@@ -190,7 +190,7 @@ def facts_of(
 
 def agreed_traffic(
     model: torch.nn.Module,
-    facts: Callable[[], RankFacts],
+    facts: Callable[[], RankMemory],
     world: Comm,
     device: torch.device,
     *,
@@ -210,7 +210,7 @@ def agreed_traffic(
     row_K = torch.tensor(astuple(own), dtype=torch.float64).to(device)
     rows = world.all_gather_small(row_K, name="facts for auto")
     if not isinstance(rows, FakeTensor):
-        ranks = [RankFacts(*map(int, row)) for row in rows.tolist()]
+        ranks = [RankMemory(*map(int, row)) for row in rows.tolist()]
     elif limit_nbytes is not None:
         ranks = [own]
     else:

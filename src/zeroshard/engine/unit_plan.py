@@ -19,11 +19,11 @@ from torch import nn
 
 from zeroshard.comm.dtensors import local_of
 from zeroshard.config import Config
-from zeroshard.core.layout import Block, Slot, UnitLayout, pack
+from zeroshard.core.layout import Slot, SlotBlock, UnitLayout, pack
 from zeroshard.core.nbytes import StateBytes, UnitBytes
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import ConfigError, UnsupportedError, UsageError
-from zeroshard.offload.plan import OffloadPlan, grad_itemsizes
+from zeroshard.offload.offload_plan import OffloadPlan, grad_itemsizes
 from zeroshard.optim.factory import Probe, probe
 from zeroshard.parallel.split import STAGE, PipelineModel
 from zeroshard.precision.policy import DtypeRow, Policy
@@ -78,7 +78,7 @@ def plan_units(
     num_shards: int,
     num_holders: int,
     whole: bool,
-    blocks: Mapping[str, Block],
+    blocks: Mapping[str, SlotBlock],
 ) -> list[UnitSpec]:
     """Cut the model into units: by wrapped module, and inside a module by dtype and trainability.
 
@@ -210,7 +210,7 @@ def _unit_specs(
     *,
     num_shards: int,
     whole: bool,
-    blocks: Mapping[str, Block],
+    blocks: Mapping[str, SlotBlock],
 ) -> list[UnitSpec]:
     kinds: dict[tuple[bool, DtypeRow], list[str]] = defaultdict(list)
     for fqn in wrapped.params:

@@ -17,24 +17,24 @@ from typing import TextIO
 from zeroshard.errors import LaunchError
 from zeroshard.launch.cgroup import read_shm_nbytes
 from zeroshard.launch.cores import Shares, parse_core_list, read_cpus, share_cores, share_listed
-from zeroshard.launch.env import (
-    DEEPSPEED_ENVIRONMENT_NAME,
-    exported,
-    rank_defaults,
-    read_exports,
-    with_directory_first,
-)
-from zeroshard.launch.meeting import restart_together
-from zeroshard.launch.memory_check import check_memory, parse_nbytes
-from zeroshard.launch.mpi import mpirun_command
-from zeroshard.launch.options import LaunchRequest
-from zeroshard.launch.plan import (
+from zeroshard.launch.launch_plan import (
     ExecAsRank,
     RunHere,
     RunNodes,
     RunSrun,
     notices,
     plan_launch,
+)
+from zeroshard.launch.meeting import restart_together
+from zeroshard.launch.memory_check import check_memory, parse_nbytes
+from zeroshard.launch.mpi import mpirun_command
+from zeroshard.launch.options import LaunchRequest
+from zeroshard.launch.rank_env import (
+    DEEPSPEED_ENVIRONMENT_NAME,
+    exported,
+    rank_defaults,
+    read_exports,
+    with_directory_first,
 )
 from zeroshard.launch.remote import end_with_parent_pipe, names_of_this_host
 from zeroshard.launch.restarting import (

@@ -26,9 +26,9 @@ from zeroshard.errors import LaunchError
 from zeroshard.launch.batch_note import CHECKPOINT_DIR_VARIABLE
 from zeroshard.launch.exit_report import EXIT_SURVIVOR, ExitReport
 from zeroshard.launch.hosts import Host
+from zeroshard.launch.launch_plan import RunHere
 from zeroshard.launch.next_ranks import Answers
 from zeroshard.launch.options import LaunchRequest
-from zeroshard.launch.plan import RunHere
 from zeroshard.launch.restart import say
 from zeroshard.launch.restarting import check_port, host_of, on_slots
 from zeroshard.launch.run_folder import RUN_ID_VARIABLE

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 
-from zeroshard.launch.env import ALSO_EXPORTED, EXPORTED
 from zeroshard.launch.hosts import Host, parse_hostfile, select
+from zeroshard.launch.rank_env import ALSO_EXPORTED, EXPORTED
 
 _log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ class NewestCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class EndedAttempt:
     """How one attempt ended. ``before`` and ``after``: the newest checkpoint at its start and its end."""
 
     report: ExitReport
@@ -82,7 +82,7 @@ def read_newest(directory: Path) -> NewestCheckpoint | None:
     return max(found, key=lambda newest: newest.saved_at_ns, default=None)
 
 
-def decide(attempts: Sequence[Attempt], max_restarts: int) -> Decision:
+def decide(attempts: Sequence[EndedAttempt], max_restarts: int) -> Decision:
     """Whether the run starts again after ``attempts``, of which there is at least one.
 
     It ends after a success, a signal of the user, ``max_restarts`` restarts, or
@@ -134,11 +134,11 @@ def run_attempts(
     ``run`` runs one attempt to its end and prints its report. ``prepare`` chooses the ranks of the next
     attempt, after the wait; it returns "", or why there is none.
     """
-    attempts: list[Attempt] = []
+    attempts: list[EndedAttempt] = []
     while True:
         before, began_s = newest(), clock()
         report = run(len(attempts))
-        attempts.append(Attempt(report, before, newest(), clock() - began_s))
+        attempts.append(EndedAttempt(report, before, newest(), clock() - began_s))
         decision = decide(attempts, max_restarts)
         if not decision.restart:
             break

@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.env import devices_of
 from zeroshard.launch.exit_report import ExitReport
 from zeroshard.launch.hosts import Host
+from zeroshard.launch.launch_plan import RunHere, RunNodes, RunSrun, srun_words
 from zeroshard.launch.mpi import mpi_flags
 from zeroshard.launch.next_ranks import Answers
 from zeroshard.launch.options import LaunchRequest, passed_on
-from zeroshard.launch.plan import RunHere, RunNodes, RunSrun, srun_words
+from zeroshard.launch.rank_env import devices_of
 from zeroshard.launch.remote import (
     NodeCommand,
     node_commands,

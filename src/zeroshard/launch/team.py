@@ -9,9 +9,9 @@ from typing import TextIO
 from zeroshard.launch.batch_note import BatchNote, read_note, restart_env
 from zeroshard.launch.exit_report import ExitReport
 from zeroshard.launch.hosts import Host
+from zeroshard.launch.launch_plan import check_min_ranks
 from zeroshard.launch.next_ranks import Answers, next_ranks
 from zeroshard.launch.options import LaunchRequest
-from zeroshard.launch.plan import check_min_ranks
 from zeroshard.launch.restart import read_newest, run_attempts, say
 from zeroshard.launch.run_folder import ATTEMPT_VARIABLE
 

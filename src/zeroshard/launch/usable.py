@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from zeroshard.launch.env import devices_of
+from zeroshard.launch.rank_env import devices_of
 from zeroshard.launch.supervisor import signal_group
 
 SLOT_VARIABLE = "ZEROSHARD_SLOT"

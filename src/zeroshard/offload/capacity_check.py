@@ -23,7 +23,7 @@ from zeroshard.errors import DiskError
 from zeroshard.memory.host_limits import host_limits
 from zeroshard.offload import disk_check
 from zeroshard.offload.host_fit import check_host
-from zeroshard.offload.plan import OffloadPlan, host_sizes
+from zeroshard.offload.offload_plan import OffloadPlan, host_sizes
 
 UNKNOWN_NBYTES = 1 << 52
 """Stands for a limit that the system does not report. A float64 represents it exactly."""
@@ -117,7 +117,7 @@ def check_capacity(
     """Refuse a plan that a host cannot hold, and forecast the time that its disks will take. Collective.
 
     ``disk_buffer_nbytes``: host memory through which state on disk passes
-    (:func:`zeroshard.offload.plan.disk_buffer_nbytes`).
+    (:func:`zeroshard.offload.offload_plan.disk_buffer_nbytes`).
 
     Returns lines with the forecast on the first rank of each host, and nothing on other ranks. Every rank
     checks every host with the same numbers, so either all ranks raise or none.

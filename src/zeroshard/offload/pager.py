@@ -67,7 +67,7 @@ class Page:
 
 
 @dataclass(slots=True)
-class Timeline:
+class TransferTimes:
     """The transfers of a walk, and the time that its consumer waited for them. ``str`` gives a log line.
 
     ``reading_s`` and ``writing_s``: seconds in which at least one such transfer was moving.
@@ -118,7 +118,7 @@ class Pager:
         assert slots > 0
         assert read_ahead >= 0
         self.slot_nbytes = slot_nbytes
-        self.timeline = Timeline()
+        self.timeline = TransferTimes()
         self._file = file
         self._read_ahead = read_ahead
         self._slots = [_Slot(round_to_page(slot_nbytes)) for _ in range(slots)]
@@ -159,7 +159,7 @@ class Pager:
             DiskError: a page cannot be read; or one could not be written, raised when its slot is
                 needed again or at the end of the walk.
         """
-        self.timeline = line = Timeline()
+        self.timeline = line = TransferTimes()
         begin_s = time.perf_counter()
         begun: deque[Page] = deque()  # pages[at:ahead], which hold their slots
         ahead, finished = 0, False
@@ -201,7 +201,7 @@ class Pager:
             DiskError: the page cannot be read or written.
         """
         assert page._slot.holder is None, "another page of this slot is open"
-        line = Timeline()
+        line = TransferTimes()
         try:
             self._begin(page, line)
             self._arrive(page, line)
@@ -219,7 +219,7 @@ class Pager:
                 slot.write.join()
         self._slots = []
 
-    def _begin(self, page: Page, line: Timeline) -> None:
+    def _begin(self, page: Page, line: TransferTimes) -> None:
         """Give the page its slot, and start reading it after the write of the slot's last page."""
         slot = page._slot
         slot.holder = page
@@ -228,7 +228,7 @@ class Pager:
             slot.read = self._file.read(page.extent, slot.bytes, nbytes=nbytes, after=slot.write)
             line.transfers.append(slot.read)
 
-    def _arrive(self, page: Page, line: Timeline) -> None:
+    def _arrive(self, page: Page, line: TransferTimes) -> None:
         """Wait for the page's bytes and open it."""
         slot = page._slot
         line.waited_writes_s += _settle(slot)
@@ -241,7 +241,7 @@ class Pager:
             slot.read = None
         page.is_open = True
 
-    def _leave(self, page: Page, line: Timeline, *, written: bool) -> None:
+    def _leave(self, page: Page, line: TransferTimes, *, written: bool) -> None:
         """Close the page; write it if ``written``."""
         slot = page._slot
         if written:

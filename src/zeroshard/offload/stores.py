@@ -1,6 +1,6 @@
 """Opens the tiers that an engine uses, and makes buffers for updates in host memory.
 
-They follow the plan of :mod:`zeroshard.offload.plan`.
+They follow the plan of :mod:`zeroshard.offload.offload_plan`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from zeroshard.memory.malloc import return_large_blocks
 from zeroshard.memory.storage import WEIGHTS_NBYTES, WEIGHTS_OWNER
 from zeroshard.offload.grad_store import GradStore
 from zeroshard.offload.host_chunk import HostStaging
-from zeroshard.offload.pager import Pager, Timeline
-from zeroshard.offload.plan import (
+from zeroshard.offload.offload_plan import (
     OffloadPlan,
     grad_itemsize,
     host_sizes,
     page_sizes,
     shared_nbytes,
 )
+from zeroshard.offload.pager import Pager, TransferTimes
 from zeroshard.offload.step_numbers import StepNumbers, WatchedShard
 from zeroshard.offload.swap_file import SwapFile
 from zeroshard.offload.tier_stores import ChunkMemory, FakeStores, TierOpening, TierStores
@@ -163,7 +163,7 @@ class Stores:
         return sum(opened.file_nbytes for opened in self._opened.values())
 
     @property
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> TransferTimes | None:
         """The disk's transfers during the last update; None if no optimizer state is on disk."""
         return None if self._pager is None else self._pager.timeline
 

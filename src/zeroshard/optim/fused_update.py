@@ -69,7 +69,7 @@ class _Span(ctypes.Structure):
     ]
 
 
-class Span(NamedTuple):
+class FusedFragment(NamedTuple):
     """A fragment without the last elements beyond a multiple of 64. All tensors are contiguous."""
 
     group: int
@@ -84,7 +84,7 @@ class Span(NamedTuple):
 class Spans:
     """Addresses for :meth:`CompiledAdam.update`. Keeps the tensors alive."""
 
-    def __init__(self, spans: Iterable[Span]) -> None:
+    def __init__(self, spans: Iterable[FusedFragment]) -> None:
         self.kept = list(spans)
         self.numel = sum(span.master.numel() for span in self.kept)
         self.tensors = [t for span in self.kept for t in span[2:] if isinstance(t, Tensor)]
@@ -389,7 +389,7 @@ def _spans(
         if numel := _round_down(value.numel()):
             flat = [t.view(-1)[:numel] for t in (value, state["exp_avg"], state["exp_avg_sq"])]
             low = None if param_R is None else param_R[at : at + numel]
-            spans.append(Span(group, at, flat[0], flat[1], flat[2], state["step"], low))
+            spans.append(FusedFragment(group, at, flat[0], flat[1], flat[2], state["step"], low))
     return Spans(spans)
 
 

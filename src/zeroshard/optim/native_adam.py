@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.optim.fused_update import GRAD_DTYPES, CompiledAdam, Span, Spans
+from zeroshard.optim.fused_update import GRAD_DTYPES, CompiledAdam, FusedFragment, Spans
 from zeroshard.optim.native_build import CannotBuild, load
 
 logger = logging.getLogger("zeroshard")
@@ -127,7 +127,7 @@ def _agrees(
         grad[at + 8 :: 501] = float("inf")
         cuts = slice(0, numel // 192 * 64), slice(numel // 192 * 64, numel)
         spans = Spans(
-            Span(
+            FusedFragment(
                 *(0, cut.start, master[cut], state[0][cut], state[1][cut], step),
                 None if low is None else low[cut],
             )

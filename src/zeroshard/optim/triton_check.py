@@ -26,7 +26,7 @@ from zeroshard.optim.triton_update import (
     BLOCK,
     NAMES,
     ORDERS,
-    Fragment,
+    DeviceFragment,
     Launcher,
     TritonUpdate,
 )
@@ -244,10 +244,10 @@ class _Trained:
         if kernel.counts:
             self.state["step"] = torch.zeros((), dtype=torch.float32, device=start.device)
 
-    def fragment(self, kernel: UpdateKernel) -> Fragment:
+    def fragment(self, kernel: UpdateKernel) -> DeviceFragment:
         low = None if self.param is self.master else self.param
         shaped = tuple(self.state[name] for name in kernel.shaped)
-        return Fragment(0, 0, 0, self.master, shaped, self.state.get("step"), low)
+        return DeviceFragment(0, 0, 0, self.master, shaped, self.state.get("step"), low)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"master": self.master, "param": self.param, **self.state}

@@ -46,7 +46,7 @@ ORDERS = {"torch on CPU": 0, "torch on CUDA, fp32": 1, "torch on CUDA, fp64": 2}
 """Orders of operations of the kernels. Each has the bits of some kernel of torch."""
 
 
-class Fragment(NamedTuple):
+class DeviceFragment(NamedTuple):
     """What the kernel updates of one parameter. Tensors are contiguous and on one device.
 
     ``state``: moments and momenta, fp32. ``step``: 0-dim, fp32; None if the optimizer counts no steps.
@@ -143,7 +143,7 @@ class TritonUpdate:
     kernel: UpdateKernel
     launcher: Launcher
     order: int
-    fragments: Sequence[Fragment]
+    fragments: Sequence[DeviceFragment]
     grads: InitVar[Sequence[Tensor]]
     block: int = BLOCK
     blocks: int = BLOCKS
@@ -228,7 +228,7 @@ class TritonUpdate:
             self._words = words
         return self._varying
 
-    def _row(self, fragment: Fragment) -> list[int]:
+    def _row(self, fragment: DeviceFragment) -> list[int]:
         first, second, *_ = [*(t.data_ptr() for t in fragment.state), 0, 0]
         values = {
             "master": fragment.master.data_ptr(),
@@ -284,7 +284,7 @@ def _kinds(grads: Sequence[Tensor]) -> list[tuple[torch.dtype, int]]:
     return [(grad.dtype, grad.data_ptr() % ALIGNMENT) for grad in grads]
 
 
-def _is_aligned(fragment: Fragment, grad: Tensor) -> bool:
+def _is_aligned(fragment: DeviceFragment, grad: Tensor) -> bool:
     addresses = [t.data_ptr() for t in (fragment.master, *fragment.state)]
     addresses.append(grad.data_ptr() + fragment.grad_at * grad.element_size())
     if fragment.low is not None:

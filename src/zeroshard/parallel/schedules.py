@@ -84,7 +84,7 @@ def rounds_of(ranks: int, micro_batches: int) -> int:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """One row of :data:`SCHEDULES`. ``several``: a rank may have more than one stage."""
 
     name: str
@@ -124,13 +124,13 @@ class Schedule:
         return ""
 
 
-SCHEDULES: Mapping[str, Schedule] = {
+SCHEDULES: Mapping[str, PipelineSchedule] = {
     row.name: row
     for row in (
-        Schedule("GPipe", several=False, actions_of_rank=_gpipe),
-        Schedule("1F1B", several=False, actions_of_rank=_one_f_one_b),
-        Schedule("Interleaved1F1B", several=True, actions_of_rank=_interleaved),
-        Schedule("LoopedBFS", several=True, actions_of_rank=_looped_bfs),
+        PipelineSchedule("GPipe", several=False, actions_of_rank=_gpipe),
+        PipelineSchedule("1F1B", several=False, actions_of_rank=_one_f_one_b),
+        PipelineSchedule("Interleaved1F1B", several=True, actions_of_rank=_interleaved),
+        PipelineSchedule("LoopedBFS", several=True, actions_of_rank=_looped_bfs),
     )
 }
 

@@ -31,7 +31,7 @@ LOW, HIGH = 2, 3
 """Samples of the micro-batches between which lines are drawn. With one sample some operations differ."""
 
 
-class Kind(NamedTuple):
+class StrategyKind(NamedTuple):
     """What candidates have in common that differ in the micro-batch only."""
 
     strategy: Strategy
@@ -39,22 +39,22 @@ class Kind(NamedTuple):
 
 
 KINDS = [
-    Kind(strategy, on)
+    StrategyKind(strategy, on)
     for on in (False, True)
     for strategy in (Strategy(0), *(each for group in STRATEGIES for each in group))
 ]
 """Every kind after those that it adds to. Of equally fast ones the first is chosen."""
 
 
-def less_than(kind: Kind) -> list[Kind]:
+def less_than(kind: StrategyKind) -> list[StrategyKind]:
     """The kinds that ``kind`` adds one thing to: offload or checkpointing."""
     own, found = kind.strategy, []
     if kind.checkpointing:
-        found.append(Kind(own, False))
+        found.append(StrategyKind(own, False))
     if own.params:
-        found.append(Kind(replace(own, params=False), kind.checkpointing))
+        found.append(StrategyKind(replace(own, params=False), kind.checkpointing))
     elif own.optimizer:
-        found.append(Kind(replace(own, optimizer=False), kind.checkpointing))
+        found.append(StrategyKind(replace(own, optimizer=False), kind.checkpointing))
     return found
 
 
@@ -145,17 +145,19 @@ class _Search:
         self._samples = samples
         self.sizes = [size for size in range(1, samples + 1) if samples % size == 0]
         self.plans: dict[Candidate, Plan] = {}
-        self.known: dict[Kind, _Known] = {}
-        self.left_out: dict[Kind, float] = {}  # seconds that no candidate of the kind is below
-        self.untimed: dict[Kind, str] = {}
+        self.known: dict[StrategyKind, _Known] = {}
+        self.left_out: dict[
+            StrategyKind, float
+        ] = {}  # seconds that no candidate of the kind is below
+        self.untimed: dict[StrategyKind, str] = {}
         self._growth: dict[bool, Growth] = {}
         self.simulations = 0
 
-    def candidates(self, kind: Kind) -> list[Candidate]:
+    def candidates(self, kind: StrategyKind) -> list[Candidate]:
         """Those of a kind, by increasing micro-batch."""
         return [Candidate(*kind, size, self._samples // size) for size in self.sizes]
 
-    def look(self, kind: Kind) -> None:
+    def look(self, kind: StrategyKind) -> None:
         """Simulate a kind with few samples and time its candidates, unless none can be the fastest.
 
         Raises:
@@ -178,7 +180,7 @@ class _Search:
             return
         self.known[kind] = found
 
-    def _look(self, kind: Kind) -> _Known:
+    def _look(self, kind: StrategyKind) -> _Known:
         if self._samples == 1:
             return _Known(self._run(Candidate(*kind, 1, 1)), None, 1)
         low = self._run(Candidate(*kind, LOW, 2))
@@ -208,7 +210,7 @@ class _Search:
         time = step_time(found, self._machine, samples=1, tokens=0, micro_batches=own.accumulation)
         return time.total_s
 
-    def _least_s(self, kind: Kind) -> float:
+    def _least_s(self, kind: StrategyKind) -> float:
         """What no candidate of the kind takes less than, by the kinds that it adds to."""
         found = 0.0
         for parent in less_than(kind):
@@ -273,8 +275,8 @@ class _Search:
                 return None if best_s == float("inf") else best
 
 
-def _kind(own: Candidate) -> Kind:
-    return Kind(own.strategy, own.checkpointing)
+def _kind(own: Candidate) -> StrategyKind:
+    return StrategyKind(own.strategy, own.checkpointing)
 
 
 def limit_of_plan(plan: Plan) -> int:
@@ -315,7 +317,9 @@ def search_by_time(
     )  # fmt: skip
 
 
-def _judged(search: _Search, kind: Kind, own: Candidate, chosen: Candidate | None) -> Judged:
+def _judged(
+    search: _Search, kind: StrategyKind, own: Candidate, chosen: Candidate | None
+) -> Judged:
     """Why a candidate was not chosen."""
     if kind in search.untimed:
         return Judged(own, None, None, False, f"not timed: {search.untimed[kind]}")

@@ -19,7 +19,7 @@ class Compute:
 class Start:
     """Work of another stream, which starts when the compute stream and the host have come here.
 
-    ``key``: the same for its :class:`Wait`, and in every step.
+    ``key``: the same for its :class:`StreamWait`, and in every step.
     """
 
     key: str
@@ -29,13 +29,13 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class StreamWait:
     """The compute stream waits for what was started with this key last; for nothing if nothing was."""
 
     key: str
 
 
-Event: TypeAlias = Compute | Start | Wait
+Event: TypeAlias = Compute | Start | StreamWait
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class BusySpan:
     """When an event has its stream, in seconds since the step began. ``wait``: the stream waits."""
 
     stream: str
@@ -68,7 +68,7 @@ COMPUTE = "compute"
 """The name of the compute stream."""
 
 
-def timing(events: Sequence[Event], *, serial: bool) -> tuple[Timing, Sequence[Span]]:
+def timing(events: Sequence[Event], *, serial: bool) -> tuple[Timing, Sequence[BusySpan]]:
     """The second of two equal steps: it waits for what the first one has started.
 
     Also when each event runs, in their order. Streams besides compute may end after the step.
@@ -87,19 +87,19 @@ def timing(events: Sequence[Event], *, serial: bool) -> tuple[Timing, Sequence[S
     return found, clock.spans
 
 
-def _serial(events: Iterable[Event]) -> tuple[Timing, Sequence[Span]]:
+def _serial(events: Iterable[Event]) -> tuple[Timing, Sequence[BusySpan]]:
     compute_s = host_s = now = 0.0
     busy_s: dict[str, float] = {}
     spans = []
     for event in events:
-        if isinstance(event, Wait):
-            spans.append(Span(COMPUTE, now, now, wait=True))
+        if isinstance(event, StreamWait):
+            spans.append(BusySpan(COMPUTE, now, now, wait=True))
             continue
         host_s += event.host_s
         begin = now + event.host_s
         now = begin + event.seconds
         stream = event.stream if isinstance(event, Start) else COMPUTE
-        spans.append(Span(stream, begin, now))
+        spans.append(BusySpan(stream, begin, now))
         if isinstance(event, Start):
             busy_s[event.stream] = busy_s.get(event.stream, 0.0) + event.seconds
         else:
@@ -121,7 +121,7 @@ class _Clock:
     idle_s: float = 0.0
     busy_s: dict[str, float] = field(default_factory=dict)
     exposed_s: dict[str, float] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[BusySpan] = field(default_factory=list)
 
     def reset(self) -> None:
         """Count the next step only."""
@@ -132,7 +132,7 @@ class _Clock:
     def run(self, events: Iterable[Event]) -> None:
         """Run one step."""
         for event in events:
-            if isinstance(event, Wait):
+            if isinstance(event, StreamWait):
                 self._wait(event.key)
                 continue
             self.host_at += event.host_s
@@ -158,7 +158,7 @@ class _Clock:
         self._note(event.stream, begin, end)
 
     def _note(self, stream: str, begin: float, end: float, *, wait: bool = False) -> None:
-        self.spans.append(Span(stream, begin - self.began_at, end - self.began_at, wait))
+        self.spans.append(BusySpan(stream, begin - self.began_at, end - self.began_at, wait))
 
     def _wait(self, key: str) -> None:
         stream, end = self.ends.get(key, ("", 0.0))

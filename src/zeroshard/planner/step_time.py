@@ -15,7 +15,7 @@ from typing import Any
 
 from zeroshard.config.machine_file import MachineFile, Source, Values, rate_at
 from zeroshard.core.tiers import Tier
-from zeroshard.planner.schedule import Compute, Event, Span, Start, Timing, Wait, timing
+from zeroshard.planner.schedule import BusySpan, Compute, Event, Start, StreamWait, Timing, timing
 from zeroshard.planner.simulate import Simulation
 from zeroshard.planner.step_log import Begun, Ended, Operation, StepEvent
 from zeroshard.planner.updated import Updated
@@ -59,7 +59,7 @@ class StepTime:
     samples: int
     tokens: int
     sources: Mapping[str, Source]
-    spans: Sequence[tuple[StepEvent | None, Span]] = ()
+    spans: Sequence[tuple[StepEvent | None, BusySpan]] = ()
 
     @property
     def total_s(self) -> float:
@@ -253,7 +253,7 @@ def _priced(
             stream = stream_of(event.op)
             yield event, Start(event.key, stream, seconds, price.operation_s)
         elif isinstance(event, Ended):
-            yield event, Wait(event.key)
+            yield event, StreamWait(event.key)
 
 
 def stream_of(op: str) -> str:
@@ -270,4 +270,4 @@ def _update_away(updated: Updated, price: Prices) -> Iterator[Event]:
     ]  # fmt: skip
     for stream, seconds in steps:
         yield Start("update", stream, seconds)
-        yield Wait("update")
+        yield StreamWait("update")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from zeroshard.core.tiers import Tier
 from zeroshard.planner.allocations import Held
 from zeroshard.planner.plan import Plan
-from zeroshard.planner.schedule import COMPUTE, Span
+from zeroshard.planner.schedule import COMPUTE, BusySpan
 from zeroshard.planner.step_log import Begun, Ended, Operation, StepEvent
 from zeroshard.planner.step_time import stream_of
 
@@ -22,7 +22,7 @@ class _Shown(NamedTuple):
 
     name: str
     phase: str
-    span: Span
+    span: BusySpan
     args: dict[str, Any]
 
 
@@ -74,7 +74,7 @@ def _logical(events: Sequence[StepEvent]) -> tuple[list[_Shown], list[tuple[floa
             continue
         stream = stream_of(event.op) if isinstance(event, Begun) else COMPUTE
         phase = event.phase if isinstance(event, Operation) else phase
-        span = Span(stream, now, now + _TICK_S, wait=isinstance(event, Ended))
+        span = BusySpan(stream, now, now + _TICK_S, wait=isinstance(event, Ended))
         shown.append(_shown(event, phase, span))
     return shown, held
 
@@ -99,7 +99,7 @@ def _timed(plan: Plan) -> tuple[list[_Shown], list[tuple[float, Held]]]:
     return shown, held
 
 
-def _shown(event: StepEvent | None, phase: str, span: Span) -> _Shown:
+def _shown(event: StepEvent | None, phase: str, span: BusySpan) -> _Shown:
     if isinstance(event, Operation):
         work = event.work
         args = {"module": event.module, "kind": work.kind, "bytes": work.nbytes, "flop": work.flop}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.report.curves import ROWS, bar_chart, buckets, line_chart
-from zeroshard.report.record import Points, Record, evidence, quantiles, read_records
+from zeroshard.report.record import Points, RunRecord, evidence, quantiles, read_records
 from zeroshard.report.render import Figure, render
 
 MAX_INCIDENTS = 300
@@ -62,7 +62,7 @@ def make_page(folder: Path) -> str:
     )
 
 
-def _section(record: Record) -> dict[str, Any]:
+def _section(record: RunRecord) -> dict[str, Any]:
     """What the template shows of one record."""
     first = record.first
     rows = [tuple(map(str, row)) for row in first["config"]]
@@ -81,7 +81,7 @@ def _section(record: Record) -> dict[str, Any]:
     }
 
 
-def _facts(record: Record) -> list[tuple[str, str]]:
+def _facts(record: RunRecord) -> list[tuple[str, str]]:
     first = record.first
     skipped = sum(value == 1.0 for _, value in record.values.get("skipped", ()))
     steps = f"{record.num_steps:,}, the last one is step {record.last_step:,}"
@@ -102,7 +102,7 @@ def _facts(record: Record) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _figures(record: Record) -> list[Figure]:
+def _figures(record: RunRecord) -> list[Figure]:
     found = []
     for chart in CHARTS:
         curves = {name: record.values[name] for name in chart.names if name in record.values}
@@ -132,7 +132,7 @@ def _over_steps(chart: Chart, curves: dict[str, Points]) -> Figure:
     )
 
 
-def _memory(record: Record) -> Figure:
+def _memory(record: RunRecord) -> Figure:
     mib = 2**20
     rows = [
         row
@@ -159,7 +159,7 @@ def _memory(record: Record) -> Figure:
     )  # fmt: skip
 
 
-def _traffic(record: Record) -> Figure:
+def _traffic(record: RunRecord) -> Figure:
     first, steps = record.first, max(1, record.steps_of_facts)
     psi = max(1, first["parameters"])
     bars: dict[str, dict[str, float]] = {}
@@ -205,13 +205,13 @@ def expected_volume(stage: int, accumulation: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _times(record: Record) -> list[tuple[str, ...]]:
+def _times(record: RunRecord) -> list[tuple[str, ...]]:
     """Name, 10 %, median and 90 % of the times and rates."""
     names = [name for chart in CHARTS[4:8] for name in chart.names if name in record.values]
     return [(name, *map(_number, quantiles(record.values[name]))) for name in names]
 
 
-def _incidents(record: Record) -> list[tuple[str, str, str]]:
+def _incidents(record: RunRecord) -> list[tuple[str, str, str]]:
     found = record.incidents
     if len(found) > MAX_INCIDENTS:
         found = [*found[: MAX_INCIDENTS // 2], *found[-MAX_INCIDENTS // 2 :]]

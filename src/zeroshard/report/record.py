@@ -24,7 +24,7 @@ _NO_VALUES = ("kind", "step", "samples", "time_s")
 
 
 @dataclass
-class Record:
+class RunRecord:
     """What one engine recorded.
 
     ``first``: the line about the run. ``values``: by name, the steps at which it is known, and numbers;
@@ -64,7 +64,7 @@ class Record:
         return max(0.0, self.last_s - float(self.first["time_s"]))
 
 
-def read_records(folder: Path) -> list[Record]:
+def read_records(folder: Path) -> list[RunRecord]:
     """All records in a run's folder, the oldest first.
 
     Raises:
@@ -79,7 +79,7 @@ def read_records(folder: Path) -> list[Record]:
     return sorted((read_record(path) for path in paths), key=lambda each: each.first["time_s"])
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> RunRecord:
     """Read one file.
 
     Raises:
@@ -101,7 +101,7 @@ def read_record(path: Path) -> Record:
             f"{path} has format {first.get('format')!r}, and this release reads format {RECORD_FORMAT}. "
             "Use the release that wrote it."
         )
-    record = Record(path, first, last_s=float(first["time_s"]))
+    record = RunRecord(path, first, last_s=float(first["time_s"]))
     for line in lines:
         _add(record, line)
     if not text.endswith("\n"):
@@ -124,7 +124,7 @@ def _lines(path: Path, text: str) -> Iterator[dict[str, Any]]:
         yield found
 
 
-def _add(record: Record, line: Mapping[str, Any]) -> None:
+def _add(record: RunRecord, line: Mapping[str, Any]) -> None:
     kind = line["kind"]
     record.last_s = float(line["time_s"])
     record.last_step = max(record.last_step, int(line["step"]))

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zeroshard.core.ledger import Ledger
 from zeroshard.optim import triton_check
 from zeroshard.optim.fused_update import UpdateKernel
-from zeroshard.optim.triton_update import NAMES, Fragment, TritonUpdate
+from zeroshard.optim.triton_update import NAMES, DeviceFragment, TritonUpdate
 from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard
 from zeroshard.zero.updaters import OptimizerObject, OwnStep, StepInputs
 
@@ -130,7 +130,7 @@ class DeviceUpdate:
     def _prepare(self, grads: Sequence[Tensor]) -> TritonUpdate | None:
         kernel = self._kernel
         self._known = []
-        fragments: list[Fragment] = []
+        fragments: list[DeviceFragment] = []
         for at, (shard, chunk) in enumerate(self._parts):
             self._make_state(shard, chunk, self._skipped[at])
             found = self._fragments_of(at, chunk)
@@ -168,7 +168,7 @@ class DeviceUpdate:
                     shard.has_new_state = True
         chunk.adopt_state(state)
 
-    def _fragments_of(self, at: int, chunk: OptimizerChunk) -> list[Fragment] | None:
+    def _fragments_of(self, at: int, chunk: OptimizerChunk) -> list[DeviceFragment] | None:
         """The chunk's fragments that get a gradient; None if the optimizer has not made their state."""
         kernel, state = self._kernel, self._inner.state
         low_C = chunk.param_C if chunk.has_master else None
@@ -182,7 +182,7 @@ class DeviceUpdate:
             self._known += [(fragment.value, name, found[name]) for name in kernel.names]
             span = slice(fragment.at, fragment.at + fragment.numel)
             fragments.append(
-                Fragment(
+                DeviceFragment(
                     chunk=at,
                     group=fragment.group,
                     grad_at=fragment.at,

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from zeroshard.testing.streams.blocks import Block, Use
 from zeroshard.testing.streams.clocks import Clock, Timeline, merge
 from zeroshard.testing.streams.findings import Finding, Site, here
+from zeroshard.testing.streams.memory_blocks import MemoryBlock, Use
 
-Range = tuple[Block, int, int]
+Range = tuple[MemoryBlock, int, int]
 """A block with the first byte that is used and the one after the last."""
 
 
@@ -68,7 +68,7 @@ class Machine:
         self.phase = ""
         self.live_nbytes = [0] * devices
         self.peak_nbytes = [0] * devices
-        self.live: set[Block] = set()
+        self.live: set[MemoryBlock] = set()
         self.lock = threading.RLock()
         self._seen: set[tuple[object, ...]] = set()
         self._numbers = 0
@@ -192,7 +192,7 @@ class Machine:
         counts.written_nbytes += traffic[1]
         return line
 
-    def allocate(self, block: Block) -> None:
+    def allocate(self, block: MemoryBlock) -> None:
         """Give out a block. It may be the block that the stream freed last, with work still queued."""
         assert block.device is not None
         self._touches_cuda("an allocation")
@@ -219,7 +219,7 @@ class Machine:
         counts.allocations += 1
         counts.allocated_nbytes += block.nbytes
 
-    def free(self, block: Block, by: Clock) -> None:
+    def free(self, block: MemoryBlock, by: Clock) -> None:
         """Take a block back. ``by``: the clock of the thread that frees it."""
         if block.device is None or block not in self.live:
             return
@@ -238,16 +238,16 @@ class Machine:
                 use,
             )
 
-    def record_stream(self, block: Block, stream: StreamLine) -> None:
+    def record_stream(self, block: MemoryBlock, stream: StreamLine) -> None:
         """Let ``block``, once it is freed, wait for all that ``stream`` has to do by then."""
         block.recorded.add(stream)
 
-    def pin(self, block: Block) -> None:
+    def pin(self, block: MemoryBlock) -> None:
         """Page-lock a mapping."""
         self._touches_cuda("page-locking")
         block.is_pinned = True
 
-    def unpin(self, block: Block) -> None:
+    def unpin(self, block: MemoryBlock) -> None:
         """End page-locking. No copy may be in flight."""
         self._touches_cuda("the end of page-locking")
         block.is_pinned = False

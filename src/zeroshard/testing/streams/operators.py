@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.testing.streams.machine import Range
-from zeroshard.testing.streams.tensors import HOST, Place, Storages, read_on_host
+from zeroshard.testing.streams.tensors import HOST, DevicePlace, Storages, read_on_host
 
 aten = torch.ops.aten
 _SYNCS = {
@@ -167,7 +167,7 @@ class OperatorMode(TorchDispatchMode):
         else:
             self._on_device(where.device, shape.name, read, written)
 
-    def _where(self, shape: _Shape, read: list[Tensor], written: list[Tensor]) -> Place:
+    def _where(self, shape: _Shape, read: list[Tensor], written: list[Tensor]) -> DevicePlace:
         """Where an operator runs and makes its results."""
         placing = self._storages.placing
         if placing is not None:
@@ -175,7 +175,7 @@ class OperatorMode(TorchDispatchMode):
         for tensor in (*written, *read):
             block = self._storages.of(tensor)
             if block.device is not None:
-                return Place(block.device)
+                return DevicePlace(block.device)
         return HOST
 
     def _on_host(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from zeroshard.testing.streams.blocks import Block
 from zeroshard.testing.streams.clocks import Clock
 from zeroshard.testing.streams.findings import here
 from zeroshard.testing.streams.machine import Machine, Range
+from zeroshard.testing.streams.memory_blocks import MemoryBlock
 from zeroshard.testing.streams.patches import Patches
 
 _CPU = torch.device("cpu")
@@ -33,14 +33,14 @@ _real_to = torch._C.TensorBase.to
 
 
 @dataclass(frozen=True)
-class Place:
+class DevicePlace:
     """Where new memory is: a device's number, or None for host memory, which may be page-locked."""
 
     device: int | None
     is_pinned: bool = False
 
 
-HOST = Place(None)
+HOST = DevicePlace(None)
 
 
 _left: dict[int, tuple[int, int]] = {}
@@ -61,13 +61,13 @@ class Storages:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._blocks: dict[int, Block] = {}
-        self._mappings: list[Block] = []  # page-locked with cudaHostRegister
+        self._blocks: dict[int, MemoryBlock] = {}
+        self._mappings: list[MemoryBlock] = []  # page-locked with cudaHostRegister
         self.dead: deque[tuple[int, Clock]] = deque()
         self._local = threading.local()
         _open.append(self)  # first: a storage that dies from now on is noted in ``dead``
         for key, (device, nbytes) in list(_left.items()):
-            self._blocks[key] = Block(min(device, machine.devices - 1), nbytes)
+            self._blocks[key] = MemoryBlock(min(device, machine.devices - 1), nbytes)
 
     def close(self) -> None:
         """Remember which storages are in device memory, for the next machine.
@@ -85,12 +85,12 @@ class Storages:
     # ------------------------------------------------------------------ where new memory goes
 
     @property
-    def placing(self) -> Place | None:
+    def placing(self) -> DevicePlace | None:
         """Where the calling thread asked new memory to be; None: where the inputs are."""
         return getattr(self._local, "placing", None)
 
     @contextmanager
-    def place(self, where: Place | None) -> Iterator[None]:
+    def place(self, where: DevicePlace | None) -> Iterator[None]:
         """A context in which new memory is at ``where``."""
         before = self.placing
         self._local.placing = where
@@ -129,31 +129,31 @@ class Storages:
                 if block is not None and block not in self._mappings:
                     self.machine.free(block, clock)
 
-    def find(self, tensor: Tensor) -> Block | None:
+    def find(self, tensor: Tensor) -> MemoryBlock | None:
         """The block of a tensor's storage; None if the storage was not seen before."""
         self.collect()
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
-    def of(self, tensor: Tensor) -> Block:
+    def of(self, tensor: Tensor) -> MemoryBlock:
         """The block of a tensor's storage. One that was not seen before is host memory."""
         return self.find(tensor) or self.adopt(tensor, HOST)
 
-    def adopt(self, tensor: Tensor, place: Place) -> Block:
+    def adopt(self, tensor: Tensor, place: DevicePlace) -> MemoryBlock:
         """Make the block of a new storage."""
         storage = tensor.untyped_storage()
         return self.adopt_storage(storage, place)
 
-    def adopt_storage(self, storage: Any, place: Place) -> Block:
+    def adopt_storage(self, storage: Any, place: DevicePlace) -> MemoryBlock:
         """See :meth:`adopt`."""
         with self.machine.lock:
             return self._adopt(storage, place)
 
-    def _adopt(self, storage: Any, place: Place) -> Block:
+    def _adopt(self, storage: Any, place: DevicePlace) -> MemoryBlock:
         self.collect()
         key, nbytes = storage._cdata, storage.nbytes()
         block = self._mapping_at(storage) if place.device is None else None
         if block is None:
-            block = Block(place.device, nbytes)
+            block = MemoryBlock(place.device, nbytes)
             block.is_pinned = block.is_cached = place.is_pinned
             block.address = storage.data_ptr()
             block.made_by = here()
@@ -163,7 +163,7 @@ class Storages:
         weakref.finalize(storage, _died, key).atexit = False
         return block
 
-    def _mapping_at(self, storage: Any) -> Block | None:
+    def _mapping_at(self, storage: Any) -> MemoryBlock | None:
         address = storage.data_ptr()
         for block in self._mappings:
             if block.address <= address < block.address + block.nbytes:
@@ -172,7 +172,7 @@ class Storages:
 
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock host memory that is not torch's."""
-        block = Block(None, nbytes, address=address)
+        block = MemoryBlock(None, nbytes, address=address)
         block.made_by = here()
         self._mappings.append(block)
         self.machine.pin(block)
@@ -201,7 +201,7 @@ class Storages:
         if before:
             self.machine.free(block, self.machine.thread().clock)
         if storage.nbytes():
-            fresh = Block(block.device, storage.nbytes(), address=storage.data_ptr())
+            fresh = MemoryBlock(block.device, storage.nbytes(), address=storage.data_ptr())
             fresh.made_by = here()
             self.machine.allocate(fresh)
             self._blocks[storage._cdata] = fresh
@@ -218,10 +218,10 @@ class Storages:
             begin += tensor.untyped_storage().data_ptr() - block.address
         return block, int(begin), int(begin + (last + 1) * size)
 
-    def place_of(self, tensor: Tensor) -> Place:
+    def place_of(self, tensor: Tensor) -> DevicePlace:
         """Where a tensor is."""
         block = self.find(tensor)
-        return HOST if block is None else Place(block.device, block.is_pinned)
+        return HOST if block is None else DevicePlace(block.device, block.is_pinned)
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """What ``tensor.device`` says."""
@@ -314,11 +314,11 @@ class TensorPatches:
         self._wrappers[old] = new.__get__  # type: ignore[attr-defined]
         self._patches.set(torch.Tensor, name, new)
 
-    def _move(self, tensor: Tensor, where: Place, dtype: Any, **how: Any) -> Tensor:
+    def _move(self, tensor: Tensor, where: DevicePlace, dtype: Any, **how: Any) -> Tensor:
         storages = self._storages
         from_ = storages.place_of(tensor)
 
-        def move(t: Tensor, to: Place = where, dtype: Any = dtype) -> Tensor:
+        def move(t: Tensor, to: DevicePlace = where, dtype: Any = dtype) -> Tensor:
             with storages.place(to):
                 moved: Tensor = _real_to(t, dtype=dtype or t.dtype, copy=True, **how)
             return moved
@@ -357,7 +357,7 @@ class TensorPatches:
                         how["device"] = device
                     moved: Tensor = old(self_, dtype=dtype or self_.dtype, copy=copy, **how)
                     return moved
-                return outer._move(self_, Place(number), dtype, **how)
+                return outer._move(self_, DevicePlace(number), dtype, **how)
 
             return call
 
@@ -374,7 +374,9 @@ class TensorPatches:
         self._replace(
             tensor,
             "pin_memory",
-            lambda _: lambda t, *__: t if t.is_pinned() else self._move(t, Place(None, True), None),
+            lambda _: (
+                lambda t, *__: t if t.is_pinned() else self._move(t, DevicePlace(None, True), None)
+            ),
         )
         self._replace(tensor, "record_stream", lambda _: self._record_stream)
         self._replace(tensor, "tolist", lambda old: self._reading(old, "tolist"))
@@ -432,17 +434,17 @@ class TensorPatches:
         wrapped = {self._wrappers.get(function, function) for function in known} | known
         self._patches.set(torch.utils._device, "_device_constructors", lambda: wrapped)
 
-    def _asked(self, kwargs: dict[str, Any]) -> tuple[Place | None, torch.device | None]:
+    def _asked(self, kwargs: dict[str, Any]) -> tuple[DevicePlace | None, torch.device | None]:
         """Where a factory is to make memory; the second is a device that is not pretended."""
         pin = bool(kwargs.pop("pin_memory", False))
         device = kwargs.pop("device", None)
         if device is None:
-            return (Place(None, True) if pin else None), None
+            return (DevicePlace(None, True) if pin else None), None
         if not isinstance(device, int):
             device = torch.device(device)
             if device.type not in ("cpu", "cuda"):
                 return None, device
-        return Place(number_of(device, self._machine), pin), None
+        return DevicePlace(number_of(device, self._machine), pin), None
 
     def _factory(self, old: Any) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -488,10 +490,10 @@ class TensorPatches:
         old_resize, old_clone = kind.resize_, kind.clone
         old_device = torch._C.StorageBase.device.__get__  # type: ignore[attr-defined]
 
-        def place_of(storage: Any) -> Place:
+        def place_of(storage: Any) -> DevicePlace:
             storages.collect()
             block = storages._blocks.get(storage._cdata)
-            return HOST if block is None else Place(block.device, block.is_pinned)
+            return HOST if block is None else DevicePlace(block.device, block.is_pinned)
 
         def device(storage: Any) -> torch.device:
             number = place_of(storage).device

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from zeroshard.memory import host_access
 from zeroshard.testing.streams import cuda, nccl, threads
-from zeroshard.testing.streams.blocks import Block
 from zeroshard.testing.streams.findings import Finding
 from zeroshard.testing.streams.machine import Counts, Machine
+from zeroshard.testing.streams.memory_blocks import MemoryBlock
 from zeroshard.testing.streams.operators import OperatorMode, declare
 from zeroshard.testing.streams.patches import Patches
 from zeroshard.testing.streams.tensors import Storages, TensorPatches
@@ -93,7 +93,7 @@ class Watch:
         return sum(self._machine.live_nbytes)
 
     @property
-    def live_blocks(self) -> list[Block]:
+    def live_blocks(self) -> list[MemoryBlock]:
         """The blocks of device memory in use, largest first."""
         with self._machine.lock:
             self._storages.collect()

@@ -31,7 +31,7 @@ class Use:
 
 
 @dataclass(eq=False)
-class Block:
+class MemoryBlock:
     """Memory of one storage, or of one page-locked mapping.
 
     ``device``: its device's number; None: host memory. ``home``: the stream that it was allocated on.
