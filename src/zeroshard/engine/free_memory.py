@@ -1,8 +1,7 @@
 """Compares what a run plans to hold with free memory, before it allocates anything.
 
 What surely cannot fit is an error on every rank, with changes of the configuration that free memory.
-State
-in host memory and on disks, if the configuration moves some there, is checked by
+State in host memory and on disks, if the configuration moves some there, is checked by
 :mod:`zeroshard.offload.capacity_check`.
 """
 
@@ -17,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.collectives import Comm
+from zeroshard.comm.dtensors import local_of
 from zeroshard.comm.host import host_number
 from zeroshard.core.ledger import Key
 from zeroshard.core.tiers import Tier
@@ -24,6 +24,7 @@ from zeroshard.device.choice import ops_of
 from zeroshard.engine.remedies import Run, remedies
 from zeroshard.errors import HostMemoryError
 from zeroshard.memory.host_limits import host_limits
+from zeroshard.zero.sharded_parameter import owner_of
 
 TIGHT = 0.8
 """A larger part of the free memory for state alone leaves little for activations."""
@@ -42,13 +43,21 @@ class Need:
 
 
 def new_nbytes(planned: Mapping[Key, int], model: nn.Module, device: torch.device) -> int:
-    """Bytes on the device that the plan has beyond the model's own parameters there, at least."""
-    kept = {
-        storage._cdata: storage.nbytes()
-        for param in model.parameters()
-        if param.device.type == device.type
-        for storage in [param.untyped_storage()]
-    }
+    """Bytes on the device that the plan has beyond the model's own parameters there, at least.
+
+    A parameter that is sharded already counts as whole: its shard is in memory, and not more than that.
+    """
+    kept: dict[int, int] = {}  # by storage, or by sharded parameter
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in model.parameters():
+            local = local_of(param)
+            if local.device.type != device.type:
+                continue
+            if owner_of(param) is not None:
+                kept[id(param)] = local.nbytes
+            else:
+                storage = local.untyped_storage()
+                kept[storage._cdata] = storage.nbytes()
     total = sum(nbytes for (_, tier), nbytes in planned.items() if tier is Tier.DEVICE)
     return max(0, total - sum(kept.values()))
 
