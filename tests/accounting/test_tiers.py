@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from census import TRIVIAL_NBYTES, Stack, everything_alive, micro_step, stack_config
+from census import (
+    TRIVIAL_NBYTES,
+    Stack,
+    everything_alive,
+    micro_step,
+    stack_config,
+    transport_nbytes,
+)
 from peak import give_back, resident_nbytes
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -219,7 +226,7 @@ def check_new_memory(before: dict[int, int], engine: Engine, where: object) -> N
             for category in (*RESTING, *TEMPORARY)
             for tier in (Tier.DEVICE, Tier.HOST)
         )
-        beside = engine._watch.scratch_nbytes + sum(f.bounce_nbytes for f in files_of(engine))
+        beside = transport_nbytes(engine) + sum(f.bounce_nbytes for f in files_of(engine))
         alive = everything_alive()
         new = sum(nbytes for key, nbytes in alive.items() if key not in before)
         if 0 <= new - held - beside <= TRIVIAL_NBYTES:

@@ -110,7 +110,6 @@ def test_json_has_the_time_of_a_step(plan):
     [
         (("--machine", "rtx4090", "--ranks", "16"), "has no between_nodes.all_gather"),
         (("--machine", "nowhere.toml"), "--machine nowhere.toml: "),
-        (("--machine", "h100", "--fit", "speed"), "--fit does not compare step times"),
         (("--measure", "m.toml"), "--measure plans nothing, and the model net_on_machines:Net"),
         (("--machine", "empty.toml"), "name is missing"),
     ],

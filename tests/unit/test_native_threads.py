@@ -70,7 +70,9 @@ def stepped(library, sizes, *, steps=2, scale=1.0, grad_dtype=torch.bfloat16, **
     for index, size in enumerate(sizes):
         cut = slice(at, at + size)
         parts = master[cut], state[0][cut], state[1][cut], count
-        spans.append(native_adam.Span(index % 2, at, *parts, low[cut] if index % 3 else None))
+        spans.append(
+            native_adam.FusedFragment(index % 2, at, *parts, low[cut] if index % 3 else None)
+        )
         at += size
     ready = native_adam.Spans(spans)
     for _ in range(steps):
@@ -278,7 +280,7 @@ def test_the_interpreter_ends_well_whatever_the_threads_do(way):
         from zeroshard.optim import native_adam as adam, native_build as build
         library = adam.CompiledAdam(build.load(Path(adam.__file__).with_name("adam.cpp")))
         flat = [torch.zeros(6400) for _ in range(3)]
-        spans = adam.Spans([adam.Span(0, 0, *flat, torch.ones(()), None)])
+        spans = adam.Spans([adam.FusedFragment(0, 0, *flat, torch.ones(()), None)])
         grad = torch.ones(6400)
         group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0,
                  "decoupled_weight_decay": True, "maximize": False}

@@ -90,7 +90,7 @@ def ranks_key(ranks: Sequence[int]) -> str:
     """A name of a set of ranks for keys in the store. Every key has it, so it is short for many ranks.
 
     >>> ranks_key([0, 4]), ranks_key(range(4096)), len(ranks_key(range(0, 8192, 2)))
-    ('0,4', '0-4095', 26)
+    ('0,4', '0-4095', 25)
     """
     if len(ranks) > 8 and tuple(ranks) == tuple(range(ranks[0], ranks[0] + len(ranks))):
         return f"{ranks[0]}-{ranks[-1]}"

@@ -233,7 +233,7 @@ BISECT: tuple[tuple[str, Mapping[str, str]], ...] = (
 def of_nccl(one_gpu: ProbeOutcome, tried: Mapping[str, ProbeOutcome]) -> MachineFinding | None:
     """The verdict over one GPU alone, and over all with the settings of :data:`BISECT`.
 
-    >>> ok, hang = Outcome("ok", ""), Outcome("hang", "no answer in 30 s")
+    >>> ok, hang = ProbeOutcome("ok", ""), ProbeOutcome("hang", "no answer in 30 s")
     >>> of_nccl(ok, {"default": hang, "P2P off": ok}).code
     'ZS-D101'
     """

@@ -58,7 +58,7 @@ class CollectiveCost(NamedTuple):
 
         The bandwidth is what one rank sends in a second, as NCCL's tests define it.
 
-        >>> Traffic(4, 6_000_000, 0.004, 0.003, 3_000_000).line("all_gather", 2)
+        >>> CollectiveCost(4, 6_000_000, 0.004, 0.003, 3_000_000).line("all_gather", 2)
         'collectives per step: all_gather 2 calls, 3.000 MB sent, 2.00 ms waited, bus 1 GB/s'
         """
         text = (

@@ -91,8 +91,8 @@ def choose_traffic(
     ``limit_nbytes``: the most bytes that a choice may hold more on each rank. None: what is to be
     allocated must leave :data:`SPARE` of the free memory.
 
-    >>> rank = RankFacts(0, free_nbytes=100, needed_nbytes=10, gathered_nbytes=30, summed_nbytes=30,
-    ...                  gathered_numel=8, reduced_numel=8)
+    >>> rank = RankMemory(0, free_nbytes=100, needed_nbytes=10, gathered_nbytes=30, summed_nbytes=30,
+    ...                   gathered_numel=8, reduced_numel=8)
     >>> found = choose_traffic("auto", "auto", [rank], micro_batches=4, limit_nbytes=None)
     >>> found.gather, found.reduce
     ('step', 'micro_batch')
