@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from unittest import mock
 
 import kit
 import pytest
@@ -47,9 +48,12 @@ def test_a_device_that_is_too_small_is_named_and_a_tight_one_is_a_line():
 def test_all_ranks_refuse_with_remedies_before_they_allocate():
     limits = free_memory.host_limits()
     small = type(limits)(limits.host_total_nbytes, 3 << 20, None)
-    free_memory.host_limits = lambda: small
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))  # 2 MiB in fp32
-    with pytest.raises(HostMemoryError) as caught:
+    # The process of a rank runs other tests afterwards, so the limit is taken back.
+    with (
+        mock.patch.object(free_memory, "host_limits", lambda: small),
+        pytest.raises(HostMemoryError) as caught,
+    ):
         kit.engine(model, 0, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
     text = str(caught.value)
     assert "2 ranks of one host (from rank 0) take 0.01 GiB of host memory more" in text

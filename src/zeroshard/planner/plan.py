@@ -42,6 +42,7 @@ NOT_MODELLED = (
     "scratch memory inside kernels",
     "the update runs as torch operations; compiled and Triton updates need less temporary memory",
     "before the engine exists, everything counts as device memory, also state that goes to host or disk",
+    "what passes between memory and disk: with state on disk the peak of a step may be 2 to 4 times off",
     "other ranks are as far as this one; a rank that waits for others may need some more windows",
 )
 """What a plan does not contain."""
