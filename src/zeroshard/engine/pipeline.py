@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from zeroshard.comm.collectives import first_line
 from zeroshard.engine.optimizer_step import is_fake
 from zeroshard.engine.pipeline_inputs import as_pair, named_inputs, names_in
-from zeroshard.errors import UsageError, ZeroShardError
+from zeroshard.errors import DistributedError, UsageError, ZeroShardError, in_short
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
 from zeroshard.zero.reduce import BackwardKind
@@ -207,9 +207,12 @@ class PipelineRunner:
                 "messages between its stages are lost. Close this engine, build a new one and continue "
                 "from the last checkpoint."
             )
-            self._links.abort()  # the other stages would wait for messages of this one
             told = isinstance(error, ZeroShardError) or error is self._raised
-            if isinstance(error, RuntimeError) and not told:
+            broken = isinstance(error, RuntimeError) and not told
+            own = not (broken or isinstance(error, DistributedError))
+            # The other stages would wait for messages of this one.
+            self._links.abort(in_short(error) if own else "")
+            if broken:
                 raise self._links.explain(first_line(error)) from None
             raise
 

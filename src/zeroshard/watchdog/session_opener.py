@@ -131,8 +131,13 @@ class PipelineLinks:
         """The process group of the pipeline."""
         return self.messages.group
 
-    def abort(self) -> None:
-        """Make the waits of the other ranks for a message of this rank fail now, and its own waits."""
+    def abort(self, cause: str = "") -> None:
+        """Make the waits of the other ranks for a message of this rank fail now, and its own waits.
+
+        ``cause``: this rank's own error, which the other ranks then raise as the reason.
+        """
+        if cause and self.session_watch is not None:
+            self.session_watch.tell_left(cause)
         self.messages.abort()
         shut_down(self.sockets)
 

@@ -173,6 +173,13 @@ class SessionWatch:
 
         return watchdog
 
+    def tell_left(self, reason: str) -> None:
+        """Tell the other ranks why this rank makes no further call, before its connections are closed.
+
+        Else they find broken connections and a rank that still runs.
+        """
+        self._watchdog.tell_left(self, reason)
+
     def close(self, reason: str = "") -> None:
         """End the watch over this session. ``reason``: the exception that ended this rank's part."""
         self._watchdog.leave(self, reason)

@@ -242,18 +242,21 @@ class Watchdog:
             self.messages.on_call()
         self._sessions.add(session_watch)
 
+    def tell_left(self, session_watch: WatchedSession, reason: str) -> None:
+        """Tell the other ranks why this rank makes no further call of the session."""
+        labels = [part.label for part in session_watch.parts]
+        self._left.update(dict.fromkeys(labels, reason))
+        if not self._state.stop.is_set():
+            with contextlib.suppress(StoreLost):
+                for label in labels:
+                    self.messages.post_left(label, reason)
+
     def leave(self, session_watch: WatchedSession, reason: str) -> None:
         """Stop following the session. Ranks that wait for it can read in the store why it was closed."""
         if session_watch not in self._sessions:
             return
+        self.tell_left(session_watch, reason or "closed its engine")
         self._sessions.discard(session_watch)
-        words = reason or "closed its engine"
-        labels = [part.label for part in session_watch.parts]
-        self._left.update(dict.fromkeys(labels, words))
-        if not self._state.stop.is_set():
-            with contextlib.suppress(StoreLost):
-                for label in labels:
-                    self.messages.post_left(label, words)
         self._keep(self._own, reason)
         for peers in _recordings(session_watch):
             self._remove_files(peers)
