@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from zeroshard.comm import make_comm
 from zeroshard.comm.collectives import ProcessGroupComm
 from zeroshard.comm.env import default_backend
-from zeroshard.comm.p2p import Scratch
+from zeroshard.comm.scratch import Scratch
 from zeroshard.config import load_config
 from zeroshard.engine.build import gathers_while_reducing
 from zeroshard.errors import ConfigError, LaunchError, RankMismatch, UsageError

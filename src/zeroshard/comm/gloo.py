@@ -19,25 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.comm.collectives import DONE, Handle, ProcessGroupComm, sum_in_rank_order
-from zeroshard.comm.p2p import Scratch
+from zeroshard.comm.scratch import KeepsScratch, Scratch
 
 
-class GlooComm(ProcessGroupComm):
+class GlooComm(KeepsScratch, ProcessGroupComm):
     """Collectives of a gloo group. Sums have the bits of :class:`zeroshard.comm.p2p.P2PComm`."""
 
     def __init__(self, group: dist.ProcessGroup, **options: Any) -> None:
         super().__init__(group, **options)
         self._scratch = Scratch()
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """Bytes kept for incoming chunks, on the device of the reduced tensors."""
-        return self._scratch.nbytes
-
-    @property
-    def scratch_peak_nbytes(self) -> int:
-        """The most of them so far."""
-        return self._scratch.peak_nbytes
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every rank broadcasts its slice of ``full_N``; the others receive it in place."""

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -32,8 +31,7 @@ from zeroshard.comm.collectives import (
 )
 from zeroshard.comm.host import shut_down
 from zeroshard.comm.recorder import TAG_BITS, Item, Recorder
-
-_CPU = torch.device("cpu")
+from zeroshard.comm.scratch import KeepsScratch, Scratch
 
 
 class Links(Protocol):
@@ -65,7 +63,7 @@ def open_links(
     return links
 
 
-class P2PComm(RecordedComm):
+class P2PComm(KeepsScratch, RecordedComm):
     """Collectives from tagged sends and receives over gloo connections that only this object uses.
 
     ``ranks`` are the global ranks of the group in order. Every rank adds in that order; 16-bit sums
@@ -89,16 +87,6 @@ class P2PComm(RecordedComm):
         self._links: Links | None = links
         self._sockets = dict(sockets or {})
         self._scratch = Scratch()
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """Bytes kept for incoming chunks."""
-        return self._scratch.nbytes
-
-    @property
-    def scratch_peak_nbytes(self) -> int:
-        """The most of them so far."""
-        return self._scratch.peak_nbytes
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every other rank's slice is received into its place in ``full_N``."""
@@ -261,31 +249,3 @@ class _Reduction(_Exchange):
         self._parts = []
         self._comm.release(self._space)
         del self._space, self._out_S
-
-
-class Scratch:
-    """Flat buffers that are reused; at most as many as were ever in flight at once."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-        self.nbytes = self.peak_nbytes = 0
-
-    def take(self, dtype: torch.dtype, numel: int, device: torch.device = _CPU) -> Tensor:
-        """A buffer of at least ``numel`` elements on ``device``: the smallest free one, or a new one."""
-        same = [t for t in self._free if t.dtype == dtype and t.device == device]
-        fits = [t for t in same if t.numel() >= numel]
-        if fits:
-            best = min(fits, key=Tensor.numel)
-            self._free = [t for t in self._free if t is not best]
-            return best
-        stale = next(iter(same), None)
-        if stale is not None:  # too small for this run's units: free it
-            self._free = [t for t in self._free if t is not stale]
-            self.nbytes -= stale.nbytes
-        fresh = torch.empty(numel, dtype=dtype, device=device)
-        self.nbytes += fresh.nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-        return fresh
-
-    def give(self, buffer: Tensor) -> None:
-        self._free.append(buffer)

@@ -22,7 +22,7 @@ from zeroshard.comm.collectives import (
     ProcessGroupComm,
     sum_temporary,
 )
-from zeroshard.comm.p2p import Scratch
+from zeroshard.comm.scratch import KeepsScratch, Scratch
 from zeroshard.comm.shared_memory import CONTROL_NBYTES, INLINE_NBYTES, RING, Windows
 from zeroshard.comm.shm import AHEAD, pieces_of
 from zeroshard.errors import UsageError
@@ -62,7 +62,7 @@ class PlannedComm(ProcessGroupComm):
             )
 
 
-class PlannedScratch(PlannedComm):
+class PlannedScratch(KeepsScratch, PlannedComm):
     """Keeps buffers for incoming chunks, as p2p does; ``whole``: for all ranks' chunks, as gloo."""
 
     adds = True
@@ -71,16 +71,6 @@ class PlannedScratch(PlannedComm):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._scratch = Scratch()
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """Bytes kept for incoming chunks."""
-        return self._scratch.nbytes
-
-    @property
-    def scratch_peak_nbytes(self) -> int:
-        """The most of them so far."""
-        return self._scratch.peak_nbytes
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """A buffer is in use until the wait."""

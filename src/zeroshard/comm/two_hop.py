@@ -46,14 +46,14 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import Comm, Handle, check_source, queues_on_device
-from zeroshard.comm.p2p import Scratch
 from zeroshard.comm.recorder import Recorder
+from zeroshard.comm.scratch import KeepsScratch, Scratch
 from zeroshard.device.accelerator import AcceleratorOps, on_stream
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import DistributedError, UsageError
 
 
-class TwoHopComm:
+class TwoHopComm(KeepsScratch):
     """The collectives of a shard group that has replicas. See [Note: two hops].
 
     ``inner`` connects the ranks that share a unit, ``outer`` the ranks of all replicas that hold the same
@@ -99,16 +99,6 @@ class TwoHopComm:
         own = columns.ranks[self.rank]
         rows = getattr(self.outer, "ranks", (own,))
         return tuple(row + column - own for row in rows for column in columns.ranks)
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """Bytes of padded copies. Each hop counts its own scratch memory."""
-        return self._scratch.nbytes
-
-    @property
-    def scratch_peak_nbytes(self) -> int:
-        """The most of them so far."""
-        return self._scratch.peak_nbytes
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """The inner all-gather: this replica has all shards."""
