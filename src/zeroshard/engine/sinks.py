@@ -90,14 +90,38 @@ class CsvSink(Sink):
                 writer.writerow([step, value])
 
 
-class WandbSink(Sink):
-    """The run that is open in this process, or a new one, which is finished at the end."""
+class LoggedRunSink(Sink):
+    """A run with ``log`` and ``finish``: one that is open in this process, or a new one.
+
+    A new one is finished at the end. One of the program counts steps of its own, so each log of ours
+    has the number of samples beside its values.
+    """
 
     def __init__(self, section: Any) -> None:
-        self._wandb = need("wandb", "wandb", "wandb")
         self._section = section
         self._run: Any = None
         self._owned = False
+
+    def write(self, events: Sequence[Event]) -> None:
+        """See :class:`Sink`."""
+        for step, values in by_step(events).items():
+            if self._owned:
+                self._run.log(values, step=step)
+            else:
+                self._run.log({**values, SAMPLES: step})
+
+    def close(self) -> None:
+        """See :class:`Sink`."""
+        if self._owned:
+            self._run.finish()
+
+
+class WandbSink(LoggedRunSink):
+    """A run of wandb."""
+
+    def __init__(self, section: Any) -> None:
+        super().__init__(section)
+        self._wandb = need("wandb", "wandb", "wandb")
 
     def find_run(self) -> None:
         """See :class:`Sink`."""
@@ -115,28 +139,13 @@ class WandbSink(Sink):
             self._run.define_metric(SAMPLES, hidden=True)
             self._run.define_metric("Train/Samples/*", step_metric=SAMPLES)
 
-    def write(self, events: Sequence[Event]) -> None:
-        """See :class:`Sink`."""
-        for step, values in by_step(events).items():
-            if self._owned:
-                self._run.log(values, step=step)
-            else:
-                self._run.log({**values, SAMPLES: step})
 
-    def close(self) -> None:
-        """See :class:`Sink`."""
-        if self._owned:
-            self._run.finish()
-
-
-class TrackioSink(Sink):
-    """The run that is open in this process, or a new one, which is finished at the end."""
+class TrackioSink(LoggedRunSink):
+    """A run of Trackio."""
 
     def __init__(self, section: Any) -> None:
+        super().__init__(section)
         self._trackio = need("trackio", "trackio", "trackio")
-        self._section = section
-        self._run: Any = None
-        self._owned = False
 
     def find_run(self) -> None:
         """See :class:`Sink`."""
@@ -151,19 +160,6 @@ class TrackioSink(Sink):
             self._run = self._trackio.init(
                 project=section.project, space_id=section.space_id, embed=False
             )
-
-    def write(self, events: Sequence[Event]) -> None:
-        """See :class:`Sink`."""
-        for step, values in by_step(events).items():
-            if self._owned:
-                self._run.log(values, step=step)
-            else:
-                self._run.log({**values, SAMPLES: step})
-
-    def close(self) -> None:
-        """See :class:`Sink`."""
-        if self._owned:
-            self._run.finish()
 
 
 class MlflowSink(Sink):

@@ -30,6 +30,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -257,7 +258,7 @@ class ShardedOptimizer:
         self._kernel = kernel
         self._turns = []
         on_device = self._choose_device_updates(kernel)
-        for shard, following in zip(self.shards, [*self.shards[1:], None], strict=False):
+        for shard, following in zip_longest(self.shards, self.shards[1:]):
             updaters: list[Updater] = []
             if id(shard) in on_device:
                 updaters.append(on_device[id(shard)])
