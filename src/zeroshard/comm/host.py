@@ -43,7 +43,11 @@ def host_number() -> int:
 
 
 def fate_of(process: Process, here: Process) -> tuple[str, str]:
-    """``runs``, ``gone`` or ``stopped``, and why in words; ``unknown`` for a process of another host."""
+    """``runs``, ``waits``, ``stopped`` or ``gone``, and why in words.
+
+    ``waits``: for a disk, at this moment. Any process that reads a file may do so for an instant.
+    ``unknown`` for a process of another host.
+    """
     if process.space != here.space or not process.space:
         return "unknown", ""
     state, started = _stat(process.pid)
@@ -52,7 +56,7 @@ def fate_of(process: Process, here: Process) -> tuple[str, str]:
     if state in ("T", "t"):
         return "stopped", f"process {process.pid} is stopped by a signal (state {state})"
     if state == "D":
-        return "stopped", f"process {process.pid} waits for a disk (state D)"
+        return "waits", f"process {process.pid} waits for a disk (state D)"
     return "runs", ""
 
 

@@ -57,8 +57,8 @@ class RankStatus:
 
     ``flight``: its recording of the sequence that is asked about; None if it has not begun it.
     ``fate``: ``runs``; ``absent`` (has not called ZeroShard yet, or has closed what it had); ``left``
-    (closed its engine); ``gone`` (its process ended); ``stopped`` (by a signal, or waits for a disk);
-    ``silent`` (its interpreter does not run). ``detail`` is the same in words.
+    (closed its engine); ``gone`` (its process ended); ``stopped`` (by a signal); ``waits`` (for a disk,
+    and did not answer); ``silent`` (its interpreter does not run). ``detail`` is the same in words.
     ``stack``: where the main thread is, on one line. ``stacks``: all threads in full, for the file.
     ``phase``: what the program does there (``forward``, ``save``...). ``wait``: what it is blocked in.
     ``reached``: the number of its calls, by label of the sequence.
@@ -162,6 +162,7 @@ def diagnose(
     for fate, diagnosis in (
         ("gone", case.lost),
         ("stopped", case.frozen),  # before the ranks that left because of it
+        ("waits", case.frozen),
         ("left", case.lost),
         ("silent", case.frozen),
     ):

@@ -116,7 +116,7 @@ class Inquiry:
                     taken += 1
                 missing = [rank for rank in missing if rank not in found]
                 for rank, status in self._unanswered(missing, calls).items():
-                    if over or status.fate not in ("runs", "silent"):
+                    if over or status.fate not in ("runs", "waits", "silent"):
                         found[rank] = status
             if len(found) == size or over:
                 return [found[rank] for rank in sorted(found)]

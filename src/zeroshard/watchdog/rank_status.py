@@ -231,8 +231,10 @@ def _wait_of(fields: Sequence[Any] | None) -> Wait | None:
 def status_from_host(peer: Peer, here: Process, *, asked: bool = True) -> RankStatus:
     """The status of a rank that does not answer, or was not ``asked``, from what this host knows."""
     fate, detail = peer.fate(here)
-    if fate == "runs" and peer.has_left(here):
+    if fate in ("runs", "waits") and peer.has_left(here):
         fate, detail = "left", "closed its engine"
+    if fate == "waits" and not asked:  # seen once: it may run the next moment
+        fate, detail = "runs", ""
     flight = read_recording_file(Path(peer.recording)) if fate != "unknown" else None
     stack = _dumped_stack(peer.stack_file) if fate != "unknown" else ""
     if fate == "unknown" or (fate == "runs" and asked):

@@ -1,0 +1,67 @@
+"""What the rank that asks makes of one that waits for a disk at the moment when it looks."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from zeroshard.comm import host
+from zeroshard.comm.host import this_process
+from zeroshard.watchdog.inquiry import Inquiry, own_answer
+from zeroshard.watchdog.messages import Messages
+from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.watchdog.tracked_calls import TrackedCalls
+
+SETTINGS = WatchdogSettings(stacks=False, tick_s=0.1)
+
+
+def words_of(calls, left=None):
+    return own_answer([calls], calls, left=left, main=0, keep=1, with_stacks=False)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ("answers later", "RankLost", "it closed its end of the connection"),
+        ("has told why", "RankLost", "left: ValueError: no loss"),
+        ("is silent", "RankFrozen", "waits for a disk (state D)"),
+    ],
+)
+def test_a_rank_that_waits_for_a_disk_has_time_to_answer(what, kind, text, tmp_path, monkeypatch):
+    store, here = dist.HashStore(), this_process()
+    monkeypatch.setattr(host, "_stat", lambda _pid: ("D", here.started))
+    (tmp_path / "0").touch()
+    (tmp_path / "1").touch()
+    asker, other = (
+        Messages(store, Peer(rank, here, str(tmp_path / str(rank))), store_rank=None, hung_up=bool)
+        for rank in range(2)
+    )
+    calls = TrackedCalls("engine", SETTINGS, lambda: None, lambda: 0)
+    calls.suspects.add(1)
+    answering = threading.Timer(0.2, other.answer, [1, words_of(calls)])
+    try:
+        asker.post_card("on")
+        other.post_card("on")
+        if what == "has told why":
+            other.post_left("engine", "ValueError: no loss")
+        if what == "answers later":
+            answering.start()
+        inquiry = Inquiry(0, range(2), here, asker, threading.Event())
+        diagnosis = inquiry.ask(1, calls, SETTINGS, words_of(calls))
+    finally:
+        answering.cancel()
+        asker.close()
+        other.close()
+    assert diagnosis.kind == kind
+    assert text in diagnosis.text
+
+
+def test_a_process_in_state_d_is_not_stopped(monkeypatch):
+    here = this_process()
+    monkeypatch.setattr(host, "_stat", lambda _pid: ("D", here.started))
+    fate, words = host.fate_of(here, here)
+    assert fate == "waits"
+    assert words == f"process {here.pid} waits for a disk (state D)"
