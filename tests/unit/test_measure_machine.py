@@ -7,7 +7,6 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-import zeroshard.planner.measure as module
 from zeroshard.cli.main import main
 from zeroshard.config.machine_file import presets
 from zeroshard.errors import UsageError
@@ -75,13 +74,6 @@ def test_the_load_of_this_machine_is_read():
     assert 0 <= load.stolen <= 1
 
 
-def test_the_command_tells_a_loaded_machine(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_ticks", iter([[0] * 8, [90, 0, 0, 10, 0, 0, 0, 0]]).__next__)
-    result = CliRunner().invoke(main, ["plan", "--measure", str(tmp_path / "m.toml")])
-    assert result.exit_code == 2
-    assert "this machine is loaded: other programs use" in result.output
-
-
 @pytest.mark.parametrize("name", presets())
 def test_a_plan_with_a_preset_tells_time_and_assumptions(plan, name):
     result = plan("--machine", name, "--ranks", "4")
@@ -103,28 +95,6 @@ def test_json_has_the_time_of_a_step(plan):
     assert found["tokens_per_s"] == pytest.approx(16 * 4 * 16 / found["total_s"])
     assert found["sources"]["between_nodes.all_gather"] == "assumed"
     assert json.loads(plan("--ranks", "16", "--json").stdout)["time"] is None
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (("--machine", "rtx4090", "--ranks", "16"), "has no between_nodes.all_gather"),
-        (("--machine", "nowhere.toml"), "--machine nowhere.toml: "),
-        (("--measure", "m.toml"), "--measure plans nothing, and the model net_on_machines:Net"),
-        (("--machine", "empty.toml"), "name is missing"),
-    ],
-)
-def test_mistakes_of_machines_are_explained(plan, tmp_path, options, text):
-    (tmp_path / "empty.toml").write_text("")
-    result = plan(*options)
-    assert result.exit_code == 2, result.output
-    assert text in result.output
-
-
-def test_a_plan_without_a_model_is_a_mistake():
-    result = CliRunner().invoke(main, ["plan"])
-    assert result.exit_code == 2
-    assert "a plan needs MODEL, which is not given" in result.output
 
 
 @pytest.mark.slow

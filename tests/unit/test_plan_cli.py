@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
+from zeroshard.planner import measure
 
 MODELS = """
 import torch
@@ -55,6 +56,9 @@ def no_loss():
 
 def number():
     return 3
+
+def raises():
+    raise ValueError("no such size")
 
 def wrong_batch():
     return Net(), (torch.empty(8, WIDTH + 1), None)
@@ -140,49 +144,101 @@ def test_check_tells_by_its_exit_code_whether_the_run_fits(run):
     assert "on rank 0" in too_small.stdout
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "text"),
-    [
-        ("nets_to_plan:item", (), "nets_to_plan.py:36 (return y * y.sum().item()) calls "),
-        ("nets_to_plan:nonzero", (), "nonzero.default, which depends on the values of a tensor"),
-        ("nets_to_plan:no_loss", (), "the model returned FakeTensor without a loss"),
-        ("nets_to_plan:number", (), "nets_to_plan:number returned int. It must return a model"),
-        ("nets_to_plan:other", (), "the module 'nets_to_plan' has no 'other'"),
-        ("nowhere_at_all:f", (), "there is no module 'nowhere_at_all'"),
-        ("nets_to_plan:wrong_batch", (), "RuntimeError at "),
-        (
-            "nets_to_plan:no_kernel",
-            (),
-            "calls plan_tests.no_kernel.default, which has no fake kernel",
-        ),
-        ("no_entry.py", (), "the script no_entry.py defines no function 'plan_entry'"),
-        ("no_entry.py:f", (), "the script no_entry.py defines no function 'f'"),
-        ("parses.py", (), "parses.py cannot be imported: SystemExit at line 3 (sys.exit(7)): 7"),
-        ("nowhere.py", (), "the script nowhere.py cannot be read"),
-        ("train_net.py:broken", (), "train_net.py:broken returned NoneType"),
-        ("nets_to_plan:plain", ("--memory", "-1"), "--memory is -1 GiB, which is not a size"),
-        ("nets_to_plan:plain", ("--memory", "nan"), "--memory is nan GiB, which is not a size"),
-        ("nets_to_plan:plain", ("--memory", "inf"), "--memory is inf GiB, which is not a size"),
-        ("no_such_folder", ("--config", "nowhere.json"), "nowhere.json"),
-        ("nets_to_plan:plain", ("--batch", "max"), "the largest that fits --memory, which is not"),
-        ("nets_to_plan:plain", ("--batch", "max", "--memory", "1"), "cannot change the batch of"),
-        (
-            "nets_to_plan:words",
-            ("--batch", "0"),
-            "--batch is '0', which is not a number of samples",
-        ),
-        (
-            "nets_to_plan:words",
-            ("--batch", "max", "--memory", "0.00005", "--seq", "64"),
-            "no micro-batch fits 0.1 MiB: one sample needs ",
-        ),
-        ("nets_to_plan:plain", ("--check",), "--check compares with --memory"),
-    ],
-)
-def test_mistakes_are_explained(run, model, options, text):
-    result = run(model, *options)
-    assert result.exit_code == 2, result.output
-    assert text in result.output
+PLAN = "plan nets_to_plan:"
+RUN = " --config ds.json --ranks 4 "
+MISTAKES = [
+    # the model
+    (PLAN + "item" + RUN, "nets_to_plan.py:36 (return y * y.sum().item()) calls "),
+    (PLAN + "nonzero" + RUN, "nonzero.default, which depends on the values of a tensor"),
+    (PLAN + "nonzero" + RUN, "nets_to_plan.py:40 (return Net(lambda y: y[y.sum(1).nonzero()])"),
+    (PLAN + "no_loss" + RUN, "the model returned FakeTensor without a loss"),
+    (PLAN + "number" + RUN, "nets_to_plan:number returned int. It must return a model"),
+    (PLAN + "raises" + RUN, "ValueError at "),
+    (PLAN + "raises" + RUN, "no such size Correct the function that returns the model"),
+    (PLAN + "other" + RUN, "the module 'nets_to_plan' has no 'other'"),
+    ("plan nowhere_at_all:f" + RUN, "there is no module 'nowhere_at_all'"),
+    ("plan no_such_model" + RUN, "the model 'no_such_model' is not known"),
+    (PLAN + "wrong_batch" + RUN, "RuntimeError at "),
+    (PLAN + "no_kernel" + RUN, "calls plan_tests.no_kernel.default, which has no fake kernel"),
+    ("plan no_entry.py" + RUN, "the script no_entry.py defines no function 'plan_entry'"),
+    ("plan no_entry.py:f" + RUN, "the script no_entry.py defines no function 'f'"),
+    ("plan parses.py" + RUN, "parses.py cannot be imported: SystemExit at line 3 (sys.exit(7)): 7"),
+    ("plan nowhere.py" + RUN, "the script nowhere.py cannot be read"),
+    ("plan train_net.py:broken" + RUN, "train_net.py:broken returned NoneType"),
+    ("plan", "a plan needs MODEL, which is not given"),
+    # the configuration
+    (PLAN + "plain", "a plan needs --config, which is not given"),
+    (PLAN + "plain --config nowhere.json", "nowhere.json"),
+    (PLAN + "plain --config cut.json", "cut.json is not JSON: Unterminated string"),
+    (PLAN + "words --config cut.json --batch max --memory 1", "cut.json is not JSON: Untermin"),
+    (PLAN + "words --config cut.json --fit memory --memory 1", "cut.json is not JSON: Untermin"),
+    (PLAN + "plain --config 30.json --ranks 4", "train_batch_size 30 is not divisible by"),
+    (PLAN + "words --config 30.json --ranks 4 --fit speed --memory 1", "30 is not divisible by"),
+    (PLAN + "plain --config tensor3.json --ranks 4", "needs a multiple of 3 ranks, but 4 were"),
+    # the options
+    (PLAN + "plain --memory -1" + RUN, "--memory is -1 GiB, which is not a size"),
+    (PLAN + "plain --memory nan" + RUN, "--memory is nan GiB, which is not a size"),
+    (PLAN + "plain --memory inf" + RUN, "--memory is inf GiB, which is not a size"),
+    (PLAN + "plain --config ds.json --ranks 0", "'--ranks'"),
+    (PLAN + "words --seq 0" + RUN, "'--seq'"),
+    (PLAN + "words --batch 0" + RUN, "--batch is '0', which is not a number of samples"),
+    (PLAN + "plain --batch max" + RUN, "the largest that fits --memory, which is not"),
+    (PLAN + "plain --batch max --memory 1" + RUN, "cannot change the batch of"),
+    (PLAN + "words --batch max --memory 0.00005 --seq 64" + RUN, "no micro-batch fits 0.1 MiB: one "),
+    (PLAN + "plain --check" + RUN, "--check compares with --memory"),
+    (PLAN + "words --trace nowhere/x.json" + RUN, "No such file or directory: 'nowhere/x.json'"),
+    (PLAN + "words --fit speed" + RUN, "--fit speed fits a run into --memory, which is not given"),
+    (PLAN + "words --fit speed --memory 1 --batch 3" + RUN, "--fit chooses the micro-batch"),
+    (PLAN + "words --fit size --memory 1" + RUN, "'size'"),
+    (PLAN + "plain --fit speed --memory 1" + RUN, "--fit cannot change the batch of"),
+    # the machine
+    (PLAN + "words --machine nowhere.toml" + RUN, "--machine nowhere.toml: "),
+    (PLAN + "words --machine empty.toml" + RUN, "name is missing"),
+    (PLAN + "words --machine cut.toml" + RUN, "cut.toml is not TOML: "),
+    (
+        PLAN + "words --config ds.json --machine rtx4090 --ranks 16",
+        "the machine 'GeForce RTX 4090, one host of 8' has no between_nodes.reduce_scatter",
+    ),
+    (
+        PLAN + "words --config ds.json --machine rtx4090 --ranks 16 --fit speed",
+        "has no between_nodes.reduce_scatter, which the time of this step depends on. Add it to",
+    ),
+    ("plan --measure m.toml", "this machine is loaded: other programs use"),
+    (PLAN + "words --measure m.toml", "--measure plans nothing, and the model nets_to_plan:words"),
+    # the record of a run
+    ("report no-run", "no-run is not a directory"),
+    ("report empty", "its first line does not describe one"),
+    ("report cut", "steps-0-1-0.jsonl, line 1 is damaged: it lacks attempt, host"),
+    ("report half", "its first line does not describe one. It is empty, or its beginning is missing"),
+    ("report holes", "holes/steps-0-1-0.jsonl, line 1 is damaged: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "text"), MISTAKES)
+def test_a_mistake_is_explained_and_no_number_is_given(run, tmp_path, monkeypatch, words, text):
+    keys = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW"}}
+    for name, own in (
+        ("ds", {}), ("30", {"train_batch_size": 30}), ("tensor3", {"parallel": {"tensor": 3}}),
+    ):  # fmt: skip
+        (tmp_path / f"{name}.json").write_text(json.dumps(keys | own))
+    (tmp_path / "cut.json").write_text('{"train_micro_batch_size_per_gpu": 8, "zero_opt')
+    (tmp_path / "empty.toml").write_text("")
+    (tmp_path / "cut.toml").write_text('name = "x"\n[device')
+    first = '{"kind": "run", "format": 1, "time_s": 0}\n'
+    for name, record in (
+        ("empty", ""), ("cut", first), ("half", first[:20]), ("holes", first[:20] + "\n" + first),
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "steps-0-1-0.jsonl").write_text(record)
+    busy = iter([[0] * 8, [90, 0, 0, 10, 0, 0, 0, 0]])
+    monkeypatch.setattr(measure, "_ticks", busy.__next__)
+    if " no_such_model" in words:
+        pytest.importorskip("transformers")
+    result = CliRunner().invoke(main, words.split())
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert text in " ".join(result.output.split()), result.output
+    assert not result.stdout
+    assert not (tmp_path / "m.toml").exists()
 
 
 def test_a_script_is_imported_and_its_entry_gives_the_model(run, tmp_path):
@@ -249,20 +305,6 @@ def test_a_configuration_that_fits_is_found_and_does_fit(run, tmp_path):
     assert "nothing fits" in nothing.stdout
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (("--fit", "speed"), "--fit speed fits a run into --memory, which is not given"),
-        (("--fit", "speed", "--memory", "1", "--batch", "3"), "--fit chooses the micro-batch"),
-        (("--fit", "size", "--memory", "1"), "'size'"),
-    ],
-)
-def test_a_search_that_cannot_be_made_is_explained(run, options, text):
-    result = run("nets_to_plan:words", *options)
-    assert result.exit_code == 2, result.output
-    assert text in result.output
-
-
 def test_the_largest_batch_needs_a_free_batch_size(run):
     result = run("nets_to_plan:words", "--batch", "max", "--memory", "1", train_batch_size=32)
     assert result.exit_code == 2
@@ -278,19 +320,6 @@ def test_a_plan_leaves_the_directory_and_the_marker_of_preempted_runs_alone(run,
     (saves / "preempted").touch()
     assert run("nets_to_plan:plain", preemption={"save_dir": str(saves)}).exit_code == 0
     assert (saves / "preempted").exists()
-
-
-def test_an_indivisible_batch_is_a_mistake_of_the_configuration(run):
-    result = run("nets_to_plan:plain", train_batch_size=30)
-    assert result.exit_code == 2
-    assert "train_batch_size" in result.output
-
-
-def test_an_unknown_model_is_named(run):
-    pytest.importorskip("transformers")
-    result = run("no_such_model")
-    assert result.exit_code == 2
-    assert "the model 'no_such_model' is not known" in result.output
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,9 @@ def test_a_process_that_was_killed_leaves_half_a_line(tmp_path):
     (json.dumps({**FIRST, "format": 99}) + "\n", "format 99, and this release reads format 1"),
     (json.dumps(FIRST) + '\n{"kind": "st\n{}\n', "line 2 is damaged"),
     (json.dumps(FIRST) + "\n[1]\n", "line 2 is damaged"),
+    (json.dumps(FIRST) + '\n{"kind": "step", "step": 1}\n', "line 2 is damaged: KeyError: 'time_s'"),
+    (json.dumps(FIRST).replace('"units": 2, ', "") + "\n", "it lacks units"),
+    ("\n".join(map(json.dumps, (FIRST, {**end(1), "memory": [{}]}))) + "\n", "line 2 is damaged: Key"),
 ])  # fmt: skip
 def test_a_record_that_is_damaged_is_an_error(tmp_path, text, words):
     path = tmp_path / "steps-0-1-0.jsonl"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import traceback
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 from zeroshard.config import Config, load_config
 from zeroshard.config.machine_file import MachineFile
 from zeroshard.config.mesh_keys import mesh_from_config
+from zeroshard.config.parse import read_source
 from zeroshard.core.ledger import TEMPORARY
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.mesh_sources import resolve_mesh
@@ -196,13 +196,14 @@ def make_plan(
         )
     size = settings.train_micro_batch_size_per_gpu
     assert size is not None  # computed where it is not given
-    source = model_source(
-        model,
-        size,
-        length,
-        sharded=settings.zero_optimization.stage == 3,
-        checkpointing=checkpointing,
-    )
+    with explained(model, "Correct the function that returns the model; it has no arguments."):
+        source = model_source(
+            model,
+            size,
+            length,
+            sharded=settings.zero_optimization.stage == 3,
+            checkpointing=checkpointing,
+        )
     chosen = config_dict(config) | ({k: v for k, v in arguments.items() if v is not None})
     transport = chosen.get("transport", "auto")
     if kind == "cpu" and transport == "auto" and mesh.world_size > 1:
@@ -353,16 +354,25 @@ def limit_of(memory_gib: float) -> int:
 
 
 def config_dict(config: Any) -> dict[str, Any]:
-    """A configuration or its file as a new dict."""
+    """A configuration or its file as a new dict.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not one JSON object.
+    """
     if isinstance(config, Mapping):
         return dict(config)
-    found: dict[str, Any] = json.loads(Path(config).read_text())
-    return found
+    return read_source(Path(config))[0]
+
+
+BATCH_HINT = (
+    "If the batch is not of the kind that this model takes, give module:function, which returns the "
+    "model and a batch."
+)
 
 
 @contextmanager
-def explained(model: str) -> Iterator[None]:
-    """Say what in a model cannot be planned, and at which line.
+def explained(model: str, hint: str = BATCH_HINT) -> Iterator[None]:
+    """Say what in a model cannot be planned, at which line, and what to do (``hint``).
 
     Raises:
         UnsupportedError: an operation needs values or has no fake kernel, or the model raises an error.
@@ -387,9 +397,7 @@ def explained(model: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UnsupportedError(
-            f"{model} cannot be planned: {type(error).__name__} at {_line(error)}: {error} If the batch "
-            "is not of the kind that this model takes, give module:function, which returns the model "
-            "and a batch."
+            f"{model} cannot be planned: {type(error).__name__} at {_line(error)}: {error} {hint}"
         ) from error
 
 

@@ -62,13 +62,6 @@ def show_fit(fit: Fit, console: Console) -> None:
             f"({(larger.peak_nbytes or 0) / GIB:.2f} GiB)",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
-    left_out = sum(
-        each.peak_nbytes is None and each.candidate.micro_batch == 1 for each in fit.judged
-    )
-    if left_out:
-        console.print(
-            f"{left_out} kinds are not in the table: they cannot be faster", highlight=False
-        )
     left_out = len(kinds_of(fit)) - table.row_count
     if left_out:
         console.print(f"{left_out} kinds are not in the table: they are slower", highlight=False)
@@ -90,12 +83,10 @@ def _best_of_kinds(fit: Fit) -> Table:
         best = min(rows, key=_rank)
         if best.peak_nbytes is None:  # left out
             continue
-        if best.peak_nbytes is None:  # left out
-            continue
         peak, seconds = best.peak_nbytes, best.seconds
         table.add_row(
             text, _yes(checkpointing), str(best.candidate.micro_batch),
-            "" if peak is None else f"{peak / GIB:.2f}", "" if seconds is None else _s(seconds),
+            f"{peak / GIB:.2f}", "" if seconds is None else _s(seconds),
             escape(best.why),
         )  # fmt: skip
     return table

@@ -22,6 +22,17 @@ Points = list[tuple[int, float]]
 
 _NO_VALUES = ("kind", "step", "samples", "time_s")
 
+_KEYS_OF_FIRST = (
+    "time_s", "attempt", "host", "world_size", "mesh", "versions", "device", "transport", "dtypes",
+    "stage", "accumulation", "train_batch_size", "model", "parameters", "units", "kept_units", "config",
+    "environment", "notes",
+)  # fmt: skip
+_KEYS_OF_ROWS = {
+    "memory": ("category", "planned", "measured", "tier"),
+    "traffic": ("op", "calls", "payload_numel", "sent_nbytes", "waited_s"),
+}
+"""What a page reads of the first line, and of each row of the lines about memory and traffic."""
+
 
 @dataclass
 class RunRecord:
@@ -101,9 +112,20 @@ def read_record(path: Path) -> RunRecord:
             f"{path} has format {first.get('format')!r}, and this release reads format {RECORD_FORMAT}. "
             "Use the release that wrote it."
         )
+    if absent := [key for key in _KEYS_OF_FIRST if key not in first]:
+        raise UsageError(
+            f"{path}, line 1 is damaged: it lacks {', '.join(absent)}, so the run is not described. "
+            "Copy the file again."
+        )
     record = RunRecord(path, first, last_s=float(first["time_s"]))
-    for line in lines:
-        _add(record, line)
+    for number, line in enumerate(lines, 2):
+        try:
+            _add(record, line)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{path}, line {number} is damaged: {type(error).__name__}: {error} in "
+                f"{json.dumps(line)[:60]!r}. Copy the file again, or remove the line."
+            ) from error
     if not text.endswith("\n"):
         record.notes.append("The last line is incomplete: the process was killed while it wrote.")
     return record
@@ -137,6 +159,9 @@ def _add(record: RunRecord, line: Mapping[str, Any]) -> None:
     elif kind == "incident":
         record.incidents.append((int(line["step"]), record.last_s, str(line["text"])))
     elif kind in ("facts", "end"):
+        for name, keys in _KEYS_OF_ROWS.items():
+            for row in line[name]:
+                tuple(row[key] for key in keys)  # KeyError: a page would lack it
         record.facts, record.steps_of_facts = line, record.num_steps
         if kind == "end":
             record.reason = str(line["reason"])
