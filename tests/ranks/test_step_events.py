@@ -14,6 +14,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.comm.collectives import Comm
+from zeroshard.engine import build_observer
 from zeroshard.engine.step_stream import tokens_in
 from zeroshard.report.record import read_record
 from zeroshard.testing import on_ranks
@@ -95,6 +96,58 @@ def test_lr_and_loss_scale_are_those_after_the_step_as_in_deepspeed():
     assert list(zip(lrs, scales)) == after
     assert len(set(lrs)) == 4 and lrs[0] == lrs[1]
     assert scales == [16, 8, 8, 8, 16]
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@on_ranks(2)
+def test_mfu_is_from_the_measured_count_if_operations_are_counted(counts, tmp_path):
+    """Rows of a table are parameters and no operations: 6 for each parameter is too much."""
+    model = nn.Sequential(nn.Embedding(80, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    config = {
+        "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True},
+        "flops_profiler": {"enabled": counts, "output_file": str(tmp_path / "flops")},
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_observer, "PEAK_TFLOPS", [("cpu", 1e-6)])
+        engine = zeroshard.Engine(model, config=config)
+    with engine:
+        kept = Kept(engine)
+        for _ in range(6):
+            engine.backward(engine(torch.zeros(3, 5, dtype=torch.long)).float().square().mean())
+            engine.step()
+    if engine.global_rank:
+        return
+    tokens, guess = 2 * 2 * 3 * 5, 6 * sum(param.numel() for param in model.parameters())
+    real = 3 * 2 * (8 * 8 + 8 * 4)  # forward and backward of two products
+    found = [
+        kept.values["mfu"][samples] * 2e6 * kept.values["step_time_ms"][samples] / 1e3 / tokens
+        for samples in (24, 36)  # the first step has no time; the count is in the second
+    ]
+    assert found == pytest.approx([real if counts else guess] * 2)
+    if counts:
+        lines = (tmp_path / "flops").read_text().splitlines()
+        assert "/s while counting, MFU " in lines[1]
+        (unknown,) = (line for line in lines if line.startswith("counted as 0, because"))
+        assert "aten.tanh (1 call)" in unknown and "mm" not in unknown
+
+
+def test_mfu_of_a_model_without_tokens_is_known_if_operations_are_counted(monkeypatch):
+    monkeypatch.setattr(build_observer, "PEAK_TFLOPS", [("cpu", 1e-6)])
+    keys = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2}
+    keys["flops_profiler"] = {"enabled": True, "profile_step": 1}
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    with zeroshard.Engine(model, config={**keys, "train_micro_batch_size_per_gpu": 3,
+                                         "optimizer": {"type": "AdamW"}}) as engine:  # fmt: skip
+        kept = Kept(engine)
+        for _ in range(6):
+            engine.backward(engine(torch.ones(3, 8).bfloat16()).float().square().mean())
+            engine.step()
+    for samples, mfu in kept.values["mfu"].items():
+        assert mfu * 1e6 * kept.values["step_time_ms"][samples] / 1e3 == pytest.approx(
+            3 * 2 * 3 * 2 * (8 * 8 + 8)  # 2 micro-batches of 3 samples
+        )
+    assert list(kept.values["mfu"]) == [12, 18]
 
 
 @on_ranks(2)

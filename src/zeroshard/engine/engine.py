@@ -177,7 +177,13 @@ class Engine(nn.Module):
         self._weight = 1.0
         self._observer.watch_calls(self)
         if (section := self.settings.flops_profiler).enabled and self.is_main_rank:
-            self.forward = counted(self.forward, model, lambda: self.global_steps, section)  # type: ignore[method-assign]
+            self.forward = counted(  # type: ignore[method-assign]
+                self.forward,
+                model,
+                lambda: self.global_steps,
+                section,
+                self._observer.flops_counted,
+            )
         if not self.mesh.is_data_only:  # other collectives than the engine's run in there
             for phase in ("forward", "backward"):
                 setattr(self, phase, self._watch.explained(getattr(self, phase)))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.config.sections import FlopsConfig
 from zeroshard.device.choice import ops_of
@@ -20,13 +23,47 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zeroshard")
 
 
+MOVES = frozenset(
+    {
+        "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "copy_", "_to_copy",
+        "clone", "detach", "resize_", "set_", "_local_scalar_dense", "zeros", "zero_", "fill_", "cat",
+    }
+)  # fmt: skip
+"""Operations that make or move memory and calculate nothing."""
+
+
+class _Unknown(TorchDispatchMode):
+    """Counts calls of operations that ``known`` has no formula for. They run as they are.
+
+    Below a counter of torch, which takes operations apart where it can, it sees what is left of them.
+    """
+
+    def __init__(self, known: Mapping[Any, Any]) -> None:
+        super().__init__()
+        self._known = known
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.name().partition("::")[2].partition(".")[0]
+        if func.overloadpacket not in self._known and not func.is_view and name not in MOVES:
+            self.calls[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def counted(
-    forward: Callable[..., Any], model: nn.Module, step: Callable[[], int], section: FlopsConfig
+    forward: Callable[..., Any],
+    model: nn.Module,
+    step: Callable[[], int],
+    section: FlopsConfig,
+    then: Callable[[int, Sequence[object], Mapping[str, object]], float] | None = None,
 ) -> Callable[..., Any]:
     """``forward``, which counts its first call at the section's ``profile_step``.
 
     ``step()`` returns the number of steps done. The counts are logged, or written to the section's file.
-    Other calls cost one comparison.
+    ``then`` gets the count of a forward with gradients and its arguments, and returns what the device of
+    this rank could do in a second; 0: not known. Other calls cost one comparison.
     """
     waits = True
 
@@ -39,14 +76,17 @@ def counted(
         from torch.utils.flop_counter import FlopCounterMode  # imports Triton, if that is installed
 
         begin_s = now_s(model)
-        with FlopCounterMode(display=False) as counter:
+        counter = FlopCounterMode(display=False)
+        with _Unknown(counter.flop_registry) as unknown, counter:
             output = forward(*args, **kwargs)
+        seconds = now_s(model) - begin_s
         lines = report(
-            f"forward after step {section.profile_step}",
-            counter,
-            parameters(model),
-            now_s(model) - begin_s,
+            f"forward after step {section.profile_step}", counter, parameters(model), seconds
         )
+        flops, peak = counter.get_total_flops(), 0.0
+        if then is not None and torch.is_grad_enabled():
+            peak = then(flops, args, kwargs)
+        lines += [rate(flops, seconds, peak), *without_formula(unknown.calls)]
         lines += most(counter, section.module_depth, section.top_modules)
         lines += table(counter, section.module_depth) if section.detailed else []
         if section.output_file is not None:
@@ -78,6 +118,26 @@ def report(what: str, counter: FlopCounterMode, params: int, seconds: float) -> 
         f"{what}: {words(flops, 'FLOPS')}, {words(flops // 2, 'MACs')}, "
         f"{words(params, 'parameters')}, {1e3 * seconds:.2f} ms"
     ]
+
+
+def rate(flops: int, seconds: float, peak: float) -> str:
+    """Operations in a second, and their part of what the device could do; 0: not known.
+
+    >>> rate(3_000_000, 0.001, 12e9), rate(3_000_000, 0.001, 0.0)
+    ('3.00 GFLOPS/s while counting, MFU 25.0%', '3.00 GFLOPS/s while counting')
+    """
+    text = f"{words(round(flops / seconds), 'FLOPS')}/s while counting"
+    return f"{text}, MFU {flops / seconds / peak:.1%}" if peak else text
+
+
+def without_formula(calls: Mapping[str, int]) -> list[str]:
+    """A line that names the operations that count as 0, if there are any.
+
+    >>> without_formula({"aten.tanh": 2, "aten.add": 1})
+    ['counted as 0, because they have no formula: aten.add (1 call), aten.tanh (2 calls)']
+    """
+    each = [f"{name} ({n} call{'s' * (n != 1)})" for name, n in sorted(calls.items())]
+    return [f"counted as 0, because they have no formula: {', '.join(each)}"] if each else []
 
 
 def show(lines: Sequence[str], output_file: str | None) -> None:

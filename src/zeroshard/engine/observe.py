@@ -159,6 +159,11 @@ class Observer:
             for phase in ("forward", "backward", "step"):
                 setattr(engine, phase, self.phase(phase, getattr(engine, phase)))
 
+    @property
+    def flops_counted(self) -> Callable[..., float] | None:
+        """What gets the measured operations of a forward; None on ranks that send no events."""
+        return None if self.stream is None else self.stream.flops_counted
+
     # ------------------------------------------------------------------ steps
 
     def after_step(self, report: StepReport, samples: int, skipped: int, next_lr: float) -> None:

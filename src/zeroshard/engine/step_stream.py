@@ -59,6 +59,7 @@ class OpenStep:
     before: Mark | None  # the end of the step before
     num_samples: int
     num_tokens: int
+    flops: float  # of all ranks; 0: not known
     phases: Sequence[tuple[str, Mark, Mark]] = ()
     time_s: float = field(default_factory=time.time)
 
@@ -72,7 +73,8 @@ class StepStream:
     """Makes a :class:`StepEvent` of every step and passes it to ``emit``, in the order of the steps.
 
     ``dp_size``: ranks with samples of their own. ``flops_per_token``: operations of forward and backward
-    for one token; ``peak_flops``: what the devices of all ranks could do in a second; 0: not known.
+    for one token, until :meth:`flops_counted` gives a measured number; ``peak_flops``: what the devices
+    of all ranks could do in a second; 0: not known. ``world_size``: all ranks.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class StepStream:
         ops: DeviceOps,
         recorders: Sequence[Recorder],
         dp_size: int,
+        world_size: int = 1,
         flops_per_token: float = 0.0,
         peak_flops: float = 0.0,
     ) -> None:
@@ -89,7 +92,10 @@ class StepStream:
         self.ops = ops
         self._recorders = recorders
         self._dp_size = dp_size
+        self._world_size = world_size
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._flops_per_forward = 0.0  # of all ranks; of models without tokens, if it was counted
+        self._forwards = 0
         self._open: deque[OpenStep] = deque()
         self._before: Mark | None = None
         self._samples = -1
@@ -97,9 +103,24 @@ class StepStream:
         self._waited_s = 0.0
 
     def count_tokens(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        """Add the tokens of one forward."""
+        """Add one forward and its tokens."""
         if torch.is_grad_enabled():
+            self._forwards += 1
             self._tokens += tokens_in(args, kwargs)
+
+    def flops_counted(
+        self, flops: int, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> float:
+        """Take MFU from this count: ``flops`` are this rank's in one forward with these arguments.
+
+        Backward counts as two forwards, and each rank as this one. Returns what the device of one rank
+        could do in a second; 0: not known.
+        """
+        tokens = tokens_in(args, kwargs)
+        if tokens:
+            self._flops_per_token = 3.0 * flops * self._world_size / (tokens * self._dp_size)
+        self._flops_per_forward = 0.0 if tokens else 3.0 * flops * self._world_size
+        return self._peak_flops / self._world_size
 
     def end_step(self, report: StepReport, samples: int, next_lr: float) -> OpenStep | None:
         """The step has ended. Returns what :meth:`send` gets. None: a graph is captured.
@@ -120,8 +141,10 @@ class StepStream:
             before,
             num_samples=max(0, taken),  # a checkpoint may set the count back
             num_tokens=self._tokens * self._dp_size,
+            flops=self._flops_per_token * self._tokens * self._dp_size
+            or self._flops_per_forward * self._forwards,
         )
-        self._before, self._samples, self._tokens = ended, samples, 0
+        self._before, self._samples, self._tokens, self._forwards = ended, samples, 0, 0
         return made
 
     def send(self, step: OpenStep) -> None:
@@ -167,10 +190,9 @@ class StepStream:
             values["step_time_ms"] = 1e3 * seconds
             values["samples_per_second"] = step.num_samples / seconds
             if step.num_tokens:
-                per_second = step.num_tokens / seconds
-                values["tokens_per_second"] = per_second
-                if self._flops_per_token and self._peak_flops:
-                    values["mfu"] = per_second * self._flops_per_token / self._peak_flops
+                values["tokens_per_second"] = step.num_tokens / seconds
+            if step.flops and self._peak_flops:
+                values["mfu"] = step.flops / seconds / self._peak_flops
         for name, begin, end in step.phases:
             key = f"elapsed_time_ms_{name}"
             values[key] = values.get(key, 0.0) + 1e3 * end.seconds_since(begin)
