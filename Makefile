@@ -6,6 +6,8 @@ PYTHON     ?= python3
 TRITON     ?= 3.9.0
 RANKS      ?= 2
 ARGS       ?=
+# Test files that run at the same time: many tests wait, for a limit of time or another process.
+WORKERS    ?= 3
 # What the extra "monitor" names in pyproject.toml.
 TRACKERS   := tensorboard wandb trackio mlflow-skinny sqlalchemy alembic
 # Seconds. Types and tests together, which is what .ci/run does, end within 5100 s.
@@ -63,7 +65,7 @@ check: lint
 		$$(grep -rl --include='test_*.py' 'pytest\.mark\.smoke' tests) $(ARGS)
 
 test: $(READY) .trackers/.ready
-	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest $(ARGS)
+	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 # Apart from .venv: Trainer and Accelerate report to every tracker that they can import.
 .trackers/.ready: $(READY)

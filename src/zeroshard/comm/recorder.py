@@ -140,10 +140,9 @@ class Entry:
         itemsize = self.dtype.itemsize if self.dtype is not None else 0
         return self._sent_nbytes + (self.calls - self._calls) * self.sent * itemsize
 
-    def note_wait(self, began_s: float, now_s: float) -> None:
-        """The host has waited for the last call since ``began_s``."""
-        self.waited_s += now_s - began_s
-        if now_s - began_s > BLOCKED_S and self.dtype is not None:
+    def note_flight(self, now_s: float) -> None:
+        """The last call has ended, and the host was blocked until then."""
+        if self.dtype is not None:
             self.flight_s += now_s - self.began_s
             self.flight_nbytes += self.sent * self.dtype.itemsize
 
@@ -283,8 +282,11 @@ class Recorder:
         """The host goes on."""
         self.waiting = None
         now_s = _monotonic()
-        item[1].note_wait(began_s, now_s)
-        self.blocked_s += now_s - began_s
+        waited_s, entry = now_s - began_s, item[1]
+        entry.waited_s += waited_s
+        self.blocked_s += waited_s
+        if waited_s > BLOCKED_S:
+            entry.note_flight(now_s)
 
     def _resize(self, entry: Entry, tensor: torch.Tensor, numel: int, sent: int) -> None:
         entry.bank()
