@@ -7,7 +7,7 @@ TRITON     ?= 3.9.0
 RANKS      ?= 2
 ARGS       ?=
 # Test files that run at the same time: many tests wait, for a limit of time or another process.
-WORKERS    ?= 3
+WORKERS    ?= 2
 # What the extra "monitor" names in pyproject.toml.
 TRACKERS   := tensorboard wandb trackio mlflow-skinny sqlalchemy alembic
 # Seconds. Types and tests together, which is what .ci/run does, end within 5100 s.

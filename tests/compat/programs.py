@@ -180,7 +180,7 @@ def deepspeed_on_ranks() -> Iterator[None]:
     imported."""
     sys.path.insert(0, str(COMPAT))
     try:
-        if not all(run_ranks(finds_deepspeed, 2, group=False)):
+        if len(pool()) and not all(run_ranks(finds_deepspeed, len(pool()), group=False)):
             pool().kill()
         yield
     finally:

@@ -27,7 +27,8 @@ restart.FIRST_WAIT_S = 0.2  # seconds; five of a user's
 meeting.BEAT_S, meeting.GONE_S = 0.2, 3.0
 runpy.run_module("zeroshard.launch", run_name="__main__", alter_sys=True)
 """
-# Every attempt saves a "checkpoint". The rank that DOWN names loses its host in attempt 0.
+# Every attempt saves a "checkpoint". In attempt 0, when all ranks have begun, rank LOST_RANK is lost, and
+# so are the hosts that DOWN names.
 PROGRAM = """
 import os, pathlib, time
 names = ("RANK", "WORLD_SIZE", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZEROSHARD_RUN_ID")
@@ -37,13 +38,16 @@ print("attempt", attempt, "rank", rank, "of", world, "hosts", hosts, "at", addre
 folder = pathlib.Path(os.environ["HERE"])
 pathlib.Path(os.environ["ZEROSHARD_CHECKPOINT_DIR"]).mkdir(exist_ok=True)
 if attempt == "0":
+    deadline = time.monotonic() + 60
+    (folder / f"begun-{rank}").touch()
     if rank == "0":
         (folder / "ckpt" / "latest").write_text("step-1")
     if rank == os.environ["LOST_RANK"]:
+        while len([*folder.glob("begun-*")]) < int(world) and time.monotonic() < deadline:
+            time.sleep(0.02)
         for name in filter(None, os.environ["DOWN"].split(",")):
             (folder / f"down-{name}").touch()
         raise SystemExit("lost")
-    deadline = time.monotonic() + 60
     while time.monotonic() < deadline: time.sleep(0.05)
 """
 

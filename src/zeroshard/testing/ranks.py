@@ -172,6 +172,10 @@ class RankPool:
         self._start = get_context("forkserver")
         self._ranks: list[_Rank] = []
 
+    def __len__(self) -> int:
+        """How many ranks are alive."""
+        return len(self._ranks)
+
     def warm(self) -> None:
         """Start the fork server, without waiting until it has imported torch."""
         self._start.set_forkserver_preload(list(PRELOAD))
