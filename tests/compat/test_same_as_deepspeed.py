@@ -134,7 +134,7 @@ def loss_fn(out, wanted):
 
 def batch(number):
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(100 * number + rank))
-    x = x.half() if kind == "fp16" else x
+    x = x.half() if kind.endswith("fp16") else x
     return x, x.sum(1, keepdim=True)
 
 
@@ -151,7 +151,9 @@ engine, *_ = deepspeed.initialize(model=model, config={
         "type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, "total_num_steps": 12},
     },
     "zero_optimization": {"stage": 1},
-    "fp16": {"enabled": kind == "fp16", "initial_scale_power": 16, "loss_scale_window": 2},
+    "gradient_clipping": 0.5 if kind == "clipped fp16" else 0,
+    "data_types": {"grad_accum_dtype": "fp16" if kind.endswith("fp16") else "fp32"},
+    "fp16": {"enabled": kind.endswith("fp16"), "initial_scale_power": 16, "loss_scale_window": 2},
     "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "csv"},
     "tensorboard": {"enabled": bool(trackers), "output_path": str(folder), "job_name": "tb"},
 })
@@ -222,7 +224,12 @@ def test_a_state_that_accelerate_saved_with_deepspeed_goes_on_by_name(stage, tmp
 @pytest.mark.skipif(not peer(), reason="DeepSpeed itself is not installed")
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [("fp32", ["lr"]), ("fp16", ["loss_scale", "lr"]), ("pipeline", ["lr", "train_loss"])],
+    [
+        ("fp32", ["lr"]),
+        ("fp16", ["loss_scale", "lr"]),
+        ("clipped fp16", ["loss_scale", "lr"]),
+        ("pipeline", ["lr", "train_loss"]),
+    ],
 )
 def test_what_its_monitors_write_ours_write_too(kind, names, tmp_path):
     """In fp16 the first steps overflow. A pipeline is the only engine of DeepSpeed that writes losses."""
@@ -239,5 +246,5 @@ def test_what_its_monitors_write_ours_write_too(kind, names, tmp_path):
         assert [step for step, _ in ours[name]] == [step for step, _ in points]
         values = [value for _, value in points]
         assert [value for _, value in ours[name]] == pytest.approx(values, rel=1e-6), name
-    if kind == "fp16":
+    if kind.endswith("fp16"):
         assert len({value for _, value in theirs["csv Train_Samples_loss_scale"]}) > 3

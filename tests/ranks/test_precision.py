@@ -33,6 +33,7 @@ from support.parity import (
 )
 from torch import nn
 
+import zeroshard
 from zeroshard.engine import optimizer_step
 from zeroshard.errors import LossScaleError, UsageError
 from zeroshard.testing import on_ranks
@@ -49,6 +50,20 @@ def overflowing(steps, at):
         x, y = batches[step][0][1]
         batches[step][0][1] = (x * 60000, y)
     return batches
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_gradients_whose_sum_over_ranks_overflows_in_fp16_are_averaged(stage):
+    """40,000 on each rank: fp16 ends at 65,504."""
+    keys = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 1,
+            "fp16": {"enabled": True, "loss_scale": 1.0}, "gradient_clipping": 1.0,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}  # fmt: skip
+    with zeroshard.Engine(nn.Linear(8, 1, bias=False), config=keys) as engine:
+        engine.backward(engine(torch.full((1, 8), 40000.0 / 2**6).half()).sum() * 2**6)
+        engine.step()
+        assert engine.skipped_steps == 0
+        assert float(engine.get_global_grad_norm()) == pytest.approx(40000 * 8**0.5, rel=1e-5)
 
 
 RULES = {

@@ -389,7 +389,8 @@ class Config(Section):
     )
     prescale_gradients: Flag = honour(
         False,
-        "Divide gradients by the data-parallel size before the reduction instead of after it.",
+        "Divide gradients by the data-parallel size before the reduction instead of after it. Sums "
+        "in fp16 are always divided before, since they overflow at 65,504.",
     )
     gradient_predivide_factor: Positive = honour(
         1.0,

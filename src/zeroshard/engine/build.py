@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -573,7 +573,11 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
         whole=not stage.shards_optimizer,
         bucket_numel=zero.reduce_bucket_size,
         in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
-        predivide=predivide(frame.config, frame.draft.coordinate.dp_size),
+        predivide=predivide(
+            frame.config,
+            frame.draft.coordinate.dp_size,
+            {buffer.unit.row.reduce for buffer in buffers},
+        ),
         copy_sums=[
             CopySums(copies, watch.gathers, buffers, zero.reduce_bucket_size)
             for copies in watch.copies
@@ -607,12 +611,16 @@ def _build_optimizer(
     )
 
 
-def predivide(config: Config, dp_size: int) -> float:
-    """What local gradients are divided by before they are reduced."""
-    if not config.prescale_gradients:
-        return 1.0
+def predivide(config: Config, dp_size: int, reduced: Collection[torch.dtype]) -> float:
+    """What local gradients are divided by before they are reduced. ``reduced``: their dtypes then.
+
+    A sum over ranks in fp16 overflows at 65,504, whatever the number of ranks, so there the mean is taken
+    before. Otherwise the loss scale would be lower the more ranks there are.
+    """
     factor = config.gradient_predivide_factor
-    return factor if factor != 1.0 else float(dp_size)
+    if factor == 1.0 and (config.prescale_gradients or torch.float16 in reduced):
+        return float(dp_size)
+    return factor
 
 
 def _members(
