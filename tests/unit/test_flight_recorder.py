@@ -505,3 +505,21 @@ def test_rounds_come_early_and_grow_rarer():
     assert due[:4] == [5, 10, 15, 20]
     assert max(b - a for a, b in pairwise(due)) <= 16
     assert len(due) < 40
+
+
+@pytest.mark.parametrize("size", [2, 64, 4096])
+@pytest.mark.parametrize(("first_s", "stopped"), [(5.0, False), (5.0, True), (3.7, False)])
+def test_a_frozen_rank_is_judged_within_its_limit(size, first_s, stopped):
+    """A round begins at a tick. It lasts ``answer_s`` if the rank is silent, not if it is seen to be
+    stopped."""
+    limits = WatchdogSettings()
+    for late in range(20):  # the look at which the wait began
+        clock = StallClock(first_s, limits.judge_frozen_s(size), limits.answer_s(size))
+        now_s = judged_s = late / 20
+        while judged_s < limits.frozen_verdict_s:
+            if clock.observe(now_s, "wait"):
+                now_s += 0.1 if stopped else limits.answer_s(size)
+                judged_s = now_s - late / 20
+            now_s += limits.tick_s
+            assert now_s < 200
+        assert judged_s <= limits.frozen_s + 2

@@ -356,8 +356,7 @@ class _Case:
         return self._diagnosis("RankLost", True, [w.rank for w in lost], lines)
 
     def frozen(self, frozen: list[RankStatus]) -> Diagnosis:
-        # A little early, so that the run has ended when the limit is reached.
-        fatal = self.blocked_s >= 0.9 * self.limits.frozen_s
+        fatal = self.blocked_s >= self.limits.frozen_verdict_s
         lines = [
             f"  {rank_ranges([w.rank])}{_host(w)}: {w.detail or 'does not answer'}{_last(w)}"
             for w in frozen[:2]

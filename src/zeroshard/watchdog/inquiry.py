@@ -65,7 +65,7 @@ class Inquiry:
         Raises:
             StoreLost: the store does not answer.
         """
-        wait = calls.wait()
+        wait, asked_s = calls.wait(), time.monotonic()
         self.messages.ask(number, calls.label)
         statuses = self._collect(number, calls, settings, own)
         # A rank that has come while the others were asked may have ended its program since.
@@ -73,6 +73,8 @@ class Inquiry:
         if over and not (calls.doubt or calls.suspects):
             diagnosis, reported = Diagnosis("RankLate", False, (), "The wait is over."), False
         else:
+            if wait is not None:  # the answers took time, in which nothing else looked at the clock
+                calls.clock.blocked_s += time.monotonic() - asked_s
             diagnosis, reported = self._judge(calls, statuses, settings)
         self.messages.publish(number, diagnosis, reported=reported)
         return diagnosis

@@ -102,6 +102,21 @@ class WatchdogSettings:
         """Seconds that ``size`` ranks have to see and to answer a question in the store."""
         return max(5 * self.tick_s, 3 * store_tick_s(self.tick_s, size))
 
+    @property
+    def frozen_verdict_s(self) -> float:
+        """Seconds inside one call from which on a frozen rank is a fatal diagnosis.
+
+        A little early, so that the run has ended when ``frozen_s`` is reached.
+        """
+        return 0.9 * self.frozen_s
+
+    def judge_frozen_s(self, size: int) -> tuple[float, float]:
+        """When to ask ``size`` ranks so that a frozen one is judged at :attr:`frozen_verdict_s`.
+
+        A rank that does not answer is waited for; one that is seen to be stopped is judged at once.
+        """
+        return self.frozen_verdict_s - self.answer_s(size), self.frozen_verdict_s
+
     def report_s(self, median_step_s: float = 0.0) -> float:
         """Seconds inside one collective until the first report."""
         if self.first_report_s is not None:

@@ -8,8 +8,9 @@ of them in one thread; see :mod:`zeroshard.watchdog.watchdog`.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +24,15 @@ from zeroshard.watchdog.settings import WatchdogSettings
 
 
 class StallClock:
-    """Measures how long the host has been in one call, and decides when to ask the other ranks."""
+    """Measures how long the host has been in one call, and decides when to ask the other ranks.
 
-    def __init__(self, first_s: float) -> None:
+    ``marks_s``: times at which a round is due in any case. A round may take ``round_s``; none begins so
+    shortly before a mark that it would still run then.
+    """
+
+    def __init__(self, first_s: float, marks_s: Sequence[float] = (), round_s: float = 0.0) -> None:
         self.blocked_s = 0.0
+        self._marks_s, self._round_s = marks_s, round_s
         self._mark: Hashable = None
         self._since_s = 0.0
         self._first_s = first_s
@@ -42,7 +48,9 @@ class StallClock:
         self.blocked_s = now_s - self._since_s if mark is not None else 0.0
         if mark is None or self.blocked_s < self._due_s:
             return False
-        self._due_s = self.blocked_s + min(15.0, max(self._first_s, self.blocked_s / 8))
+        due_s = self.blocked_s + min(15.0, max(self._first_s, self.blocked_s / 8))
+        mark_s = next((mark for mark in self._marks_s if mark > self.blocked_s), math.inf)
+        self._due_s = mark_s if mark_s < due_s + self._round_s else due_s
         return True
 
 
@@ -76,7 +84,12 @@ class TrackedCalls:
 
     def __post_init__(self) -> None:
         self.suspects: set[int] = set()
-        self.clock = StallClock(min(5.0, self.settings.report_s() / 2))
+        size = len(self.peers)
+        self.clock = StallClock(
+            min(5.0, self.settings.report_s() / 2),
+            self.settings.judge_frozen_s(size),
+            self.settings.answer_s(size),
+        )
 
     def first_report_s(self) -> float:
         """Seconds inside one call until a stall is reported."""
