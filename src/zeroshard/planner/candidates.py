@@ -27,6 +27,7 @@ class Strategy:
 
 
 STRATEGIES = (
+    (Strategy(0),),
     (Strategy(1), Strategy(2)),
     (Strategy(2, optimizer=True),),
     (Strategy(3),),

@@ -41,7 +41,8 @@ class StrategyKind(NamedTuple):
 KINDS = [
     StrategyKind(strategy, on)
     for on in (False, True)
-    for strategy in (Strategy(0), *(each for group in STRATEGIES for each in group))
+    for group in STRATEGIES
+    for strategy in group
 ]
 """Every kind after those that it adds to. Of equally fast ones the first is chosen."""
 
