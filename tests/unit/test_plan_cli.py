@@ -367,3 +367,19 @@ def test_a_model_has_the_dtype_of_its_configuration(run, tmp_path, dtype):
     size = {"float32": 4, "bfloat16": 2}[dtype]
     assert nbytes["parameters"] // found["parameters"] == size  # units are padded by some elements
     assert f"the model is built in torch.{dtype}, as its configuration says" in found["assumed"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_that_a_run_cuts_over_tensor_ranks_is_cut_in_its_plan(run, tmp_path, stage):
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=32, vocab_size=32, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path / "llama")  # fmt: skip
+    result = run("./llama", "--seq", "4", "--json", stage=stage, tensor_parallel={"autotp_size": 2})
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["mesh"] == "data_shard 2 x tensor 2"
+    cut, norms, table = 4 * 16 * 16 + 3 * 16 * 32, 3 * 16, 32 * 16
+    assert cut // 2 + norms + table <= found["parameters"] <= cut // 2 + norms + 2 * table
+    assert {row["op"] for row in found["traffic"] if row["group"] == "tensor"} >= {"all_reduce"}

@@ -196,12 +196,13 @@ def make_plan(
         )
     size = settings.train_micro_batch_size_per_gpu
     assert size is not None  # computed where it is not given
+    cuts = mesh.tensor > 1 and _cuts_by_itself(settings)
     with explained(model, "Correct the function that returns the model; it has no arguments."):
         source = model_source(
             model,
             size,
             length,
-            sharded=settings.zero_optimization.stage == 3,
+            sharded=settings.zero_optimization.stage == 3 and not cuts,
             checkpointing=checkpointing,
         )
     chosen = config_dict(config) | ({k: v for k, v in arguments.items() if v is not None})
@@ -215,6 +216,7 @@ def make_plan(
     with explained(source.name):
         found = simulate(
             source.build, chosen, source.batch, mesh=mesh, rank=0, loss_fn=source.loss,
+            plan="auto" if cuts else None,
             with_events=with_events or machine is not None, target=kind, with_checkpoint=True,
         )  # fmt: skip
     assumed = (*source.assumed, f"rank 0 stands for all {ranks} ranks: shards have equal sizes")
@@ -251,6 +253,12 @@ def _time(found: Simulation, machine: MachineFile, settings: Config, batch: Any)
     tokens = 0 if ids is None else samples * (ids.numel() // len(ids))
     count = settings.gradient_accumulation_steps
     return step_time(found, machine, samples=samples, tokens=tokens, micro_batches=count)
+
+
+def _cuts_by_itself(settings: Config) -> bool:
+    """Whether a run cuts the model over tensor ranks, because a key of DeepSpeed says how many."""
+    section = settings.tensor_parallel
+    return max(section.autotp_size, section.tp.tp_size) > 1
 
 
 def target_of(machine: MachineFile | None, asked: Target | None) -> Target:
