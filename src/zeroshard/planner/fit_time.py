@@ -39,10 +39,7 @@ class StrategyKind(NamedTuple):
 
 
 KINDS = [
-    StrategyKind(strategy, on)
-    for on in (False, True)
-    for group in STRATEGIES
-    for strategy in group
+    StrategyKind(strategy, on) for on in (False, True) for group in STRATEGIES for strategy in group
 ]
 """Every kind after those that it adds to. Of equally fast ones the first is chosen."""
 
