@@ -383,3 +383,14 @@ def test_a_model_that_a_run_cuts_over_tensor_ranks_is_cut_in_its_plan(run, tmp_p
     cut, norms, table = 4 * 16 * 16 + 3 * 16 * 32, 3 * 16, 32 * 16
     assert cut // 2 + norms + table <= found["parameters"] <= cut // 2 + norms + 2 * table
     assert {row["op"] for row in found["traffic"] if row["group"] == "tensor"} >= {"all_reduce"}
+
+
+def test_a_model_whose_cut_needs_values_is_refused(run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=8, bos_token_id=1, eos_token_id=1
+    ).save_pretrained(tmp_path / "gpt2")
+    result = run("./gpt2", "--seq", "4", stage=1, tensor_parallel={"autotp_size": 2})
+    assert result.exit_code == 2, result.output
+    assert "GPT2LMHeadModel has no tensor plan of its own" in result.output
+    assert not result.stdout

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.adapters import base_of, check_no_adapters, with_adapters
@@ -62,7 +63,8 @@ def derive_plan(model: nn.Module, size: int) -> tuple[dict[str, str], str]:
 
     Raises:
         UnsupportedError: the model's own plan has a style that ZeroShard does not have, or the model has
-            adapters in layers that it would cut and ZeroShard cannot cut these.
+            adapters in layers that it would cut and ZeroShard cannot cut these. Or it has no plan, and
+            its parameters are fakes.
         UsageError: the model has no plan, and its structure is not recognised; it lists the layers.
     """
     prefix, adapted = base_of(model)
@@ -71,6 +73,12 @@ def derive_plan(model: nn.Module, size: int) -> tuple[dict[str, str], str]:
         plan = _from_transformers(adapted, own)
         return with_adapters(model, prefix, plan, size), "transformers"
     check_no_adapters(model)
+    if any(isinstance(param, FakeTensor) for param in model.parameters()):
+        raise UnsupportedError(
+            f"{type(model).__name__} has no tensor plan of its own. A plan is found by running its "
+            "layers with values, and a simulation has only shapes. Plan it without tensor ranks, or "
+            "simulate it with Engine(plan={...}), which names the layers to cut."
+        )
     try:
         guess = _from_structure(model, size)
     except UsageError:
