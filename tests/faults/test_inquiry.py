@@ -1,4 +1,4 @@
-"""What the rank that asks makes of one that waits for a disk at the moment when it looks."""
+"""What the rank that asks makes of what it sees."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import torch.distributed as dist
 
 from zeroshard.comm import host
 from zeroshard.comm.host import this_process
+from zeroshard.errors import RankDivergence
+from zeroshard.watchdog.diagnosis import Diagnosis
 from zeroshard.watchdog.inquiry import Inquiry, own_answer
 from zeroshard.watchdog.messages import Messages
-from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.rank_status import PRESENCE, Peer
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import TrackedCalls
+from zeroshard.watchdog.watchdog import Watchdog
 
 SETTINGS = WatchdogSettings(stacks=False, tick_s=0.1)
 
@@ -65,3 +68,24 @@ def test_a_process_in_state_d_is_not_stopped(monkeypatch):
     fate, words = host.fate_of(here, here)
     assert fate == "waits"
     assert words == f"process {here.pid} waits for a disk (state D)"
+
+
+def test_a_rank_takes_over_the_cause_that_another_found_before(tmp_path, monkeypatch):
+    """The other rank has raised it and left, so by now its connection looks like the cause."""
+    cause, effect = (Diagnosis(kind, True, (1,), kind) for kind in ("RankDivergence", "RankLost"))
+    store, calls = dist.HashStore(), TrackedCalls("engine", SETTINGS, lambda: None, lambda: 0)
+    other = Messages(
+        store, Peer(1, this_process(), str(tmp_path / "1")), store_rank=None, hung_up=bool
+    )
+    monkeypatch.setattr(Inquiry, "ask", lambda *_: effect)
+    watchdog = Watchdog(
+        store, rank=0, ranks=[0, 1], recording=tmp_path / PRESENCE, settings=SETTINGS
+    )
+    try:
+        other.publish(1, cause, reported=True)
+        watchdog._inquire(2, calls)
+        with pytest.raises(RankDivergence):
+            watchdog.check()
+    finally:
+        watchdog.close()
+        other.close()

@@ -490,7 +490,12 @@ class Watchdog:
         self._elected_at_s = None
         self._answered = number
         own = self._own_answer(calls.label, calls)
-        self._adopt(self._inquiry.ask(number, calls, self._settings, own))
+        diagnosis = self._inquiry.ask(number, calls, self._settings, own)
+        if diagnosis.fatal:  # another rank may have found the cause before, and left because of it
+            with contextlib.suppress(StoreLost):
+                found = self.messages.diagnosis_of(number, self._since)
+                diagnosis = found[0] if found is not None else diagnosis
+        self._adopt(diagnosis)
         return True
 
     def _own_answer(self, label: str, calls: TrackedCalls | None) -> dict[str, Any]:

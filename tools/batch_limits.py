@@ -1,0 +1,228 @@
+"""Runs the largest planned micro-batch, and one more sample, under a real limit of memory.
+
+    python tools/batch_limits.py                                # ten configurations, six minutes
+    python tools/batch_limits.py --out benchmarks/results/F.json
+    python tools/batch_limits.py --remedies                     # what the error prints is applied
+
+For each configuration a limit is drawn halfway between what four and what five samples need, as planned.
+Two ranks then train under this limit: with the largest micro-batch that fits by the plan, which must
+run, and with one sample more, which must end in the error that says what memory was held. With
+``--remedies`` each change that this error prints is then applied as printed, and must make the run fit.
+
+The limit is ``RLIMIT_DATA`` above what the process has while a small engine is open. It counts private
+writable memory. ``RLIMIT_AS`` also counts address space that is only reserved: mapped libraries and
+arenas of malloc, gigabytes that change from run to run. ``RLIMIT_DATA`` does not count windows of shared
+memory, so the ranks communicate through p2p. Needs Transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import gc
+import json
+import re
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from plan_check import (
+    _M_MMAP_THRESHOLD,
+    DEEP,
+    LARGE,
+    SMALL,
+    Case,
+    Size,
+    _batch,
+    build,
+    planned,
+    settings,
+    swap_folder,
+)
+
+import zeroshard
+from zeroshard.planner.largest_batch import largest_batch
+from zeroshard.planner.simulate import highest
+from zeroshard.testing.ranks import run_ranks
+
+TOLD = "could not be allocated"
+"""Words of the error, which also has the memory of the rank at that moment."""
+
+SIZE = replace(LARGE, tokens=256)
+SAMPLES = 4
+CASES = [
+    Case("gpt2", 0, False, size=SIZE),
+    Case("gpt2", 1, False, size=SIZE),
+    Case("gpt2", 2, True, size=SIZE),
+    Case("gpt2", 3, False, size=SIZE),
+    Case("gpt2", 3, True, "cpu", size=SIZE),
+    Case("llama", 1, True, size=SIZE),
+    Case("llama", 2, False, "cpu", size=SIZE),
+    Case("llama", 3, False, size=SIZE),
+    Case("bert", 2, False, size=SIZE),
+    Case("t5", 3, False, size=SIZE),
+]
+MANY_STATES = replace(DEEP, tokens=128)
+REMEDIED = [
+    Case("llama", 0, False, size=MANY_STATES),
+    Case("gpt2", 1, False, size=MANY_STATES),
+    Case("gpt2", 0, False, size=SIZE),
+    Case("llama", 2, False, "cpu", size=SIZE),
+    Case("t5", 3, False, size=SIZE),
+]
+"""Runs whose changes are applied. In the first two a higher stage frees enough."""
+
+
+def peak_nbytes(case: Case, samples: int) -> int:
+    """Planned bytes of a rank in device and host memory, which are one on a CPU rank."""
+    moment = highest(planned(replace(case, size=replace(case.size, batch=samples))).moments)[1]
+    in_host = sum(nbytes for (_, tier), nbytes in moment.held.items() if tier == "host")
+    return int(moment.device_nbytes + in_host)
+
+
+def data_nbytes() -> int:
+    """What ``RLIMIT_DATA`` counts of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmData")).split()[1])
+
+
+def _train_within(
+    case: Case, limit_nbytes: int, folder: str, changes: Mapping[str, Any] | None = None
+) -> None:
+    """Train while this rank may have ``limit_nbytes`` more than with a small engine that is open.
+
+    ``changes``: to the configuration.
+    """
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)  # else the process keeps what is freed
+    with _engine(replace(case, size=SMALL), folder) as engine:  # imports, threads, compiled kernels
+        _steps(engine, SMALL)
+        gc.collect()
+        libc.malloc_trim(0)
+        before = data_nbytes()
+    dist.barrier()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (before + limit_nbytes, hard))
+    try:
+        with _engine(case, folder, changes or {}) as engine:
+            _steps(engine, case.size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _engine(case: Case, folder: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    return zeroshard.Engine(build(case)(), config=merged(settings(case, folder), changes))
+
+
+def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` with ``changes``, section by section.
+
+    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}})
+    {'a': {'b': 1, 'c': 3}}
+    """
+    inner = {k: merged(config[k], v) for k, v in changes.items() if isinstance(config.get(k), dict)}
+    return {**config, **changes, **inner}
+
+
+def _steps(engine: Any, size: Size) -> None:
+    batch, _ = _batch(replace(size, batch=engine.train_micro_batch_size_per_gpu()))
+    for _ in range(2 * engine.gradient_accumulation_steps()):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        del loss
+
+
+def ends(
+    case: Case, samples: int, limit_nbytes: int, changes: Mapping[str, Any] | None = None
+) -> list[str]:
+    """How the ranks end with ``samples`` in a micro-batch: "", or the text of the error."""
+    case = replace(case, size=replace(case.size, batch=samples))
+    with swap_folder() as folder:
+        given = (case, limit_nbytes, folder, changes)
+        found: list[Any] = run_ranks(
+            _train_within, case.ranks, *given, timeout=200, keep_exceptions=True
+        )
+    return ["" if each is None else f"{type(each).__name__}: {each}" for each in found]
+
+
+def row_of(case: Case) -> dict[str, Any]:
+    """The planned largest micro-batch of a case under a limit, and how it and the next one end."""
+    limit_nbytes = (peak_nbytes(case, SAMPLES) + peak_nbytes(case, SAMPLES + 1)) // 2
+    samples, next_nbytes = largest_batch(lambda count: peak_nbytes(case, count), limit_nbytes)
+    fits, next_one = ends(case, samples, limit_nbytes), ends(case, samples + 1, limit_nbytes)
+    return {
+        "case": case.name, "limit_nbytes": limit_nbytes, "samples": samples,
+        "planned_nbytes": peak_nbytes(case, samples), "next_planned_nbytes": next_nbytes,
+        "runs": not any(fits), "next_is_told": any(TOLD in text for text in next_one),
+        "ends": fits, "next_ends": [text.partition("\n")[0] for text in next_one],
+    }  # fmt: skip
+
+
+def remedies_row(case: Case) -> dict[str, Any]:
+    """The changes that the error of one sample too much prints, and how a run with each of them ends."""
+    less, more = (peak_nbytes(case, count) for count in (SAMPLES, SAMPLES + 1))
+    limit_nbytes = more - (more - less) // 6  # little is missing, so that more changes are enough
+    told = next(text for text in ends(case, SAMPLES + 1, limit_nbytes) if TOLD in text)
+    rows = []
+    for line in re.findall(r"^  \d\. .*\n     (.*)$", told, re.MULTILINE):
+        checkpointed = case.checkpointed or "gradient_checkpointing_enable" in line
+        changes = json.loads(line) if line.startswith("{") else {}
+        changed = replace(case, checkpointed=checkpointed)
+        rows.append({"line": line, "ends": ends(changed, SAMPLES + 1, limit_nbytes, changes)})
+    return {"case": case.name, "limit_nbytes": limit_nbytes, "remedies": rows}
+
+
+def try_remedies(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """The rows of all cases, which are printed too."""
+    rows = []
+    for case in cases:
+        rows.append(remedies_row(case))
+        for each in rows[-1]["remedies"]:
+            fits = "fits" if not any(each["ends"]) else f"DOES NOT FIT: {each['ends']}"
+            print(f"{case.name:48} {each['line']:90} {fits}", flush=True)
+    return rows
+
+
+def _write(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    if path is not None:
+        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        kept = {"date": date, "torch": torch.__version__, "size": asdict(SIZE), "rows": rows}
+        path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def main() -> None:
+    """Try all cases. Exit code 1: the answer of a case does not run, or one more sample does."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument(
+        "--remedies", action="store_true", help="apply what the error prints instead"
+    )
+    given = parser.parse_args()
+    if given.remedies:
+        found = try_remedies(REMEDIED)
+        _write(given.out, found)
+        sys.exit(any(any(each["ends"]) for row in found for each in row["remedies"]))
+    rows = []
+    for case in CASES:
+        rows.append(row_of(case))
+        row = rows[-1]
+        print(
+            f"{row['case']:36} limit {row['limit_nbytes'] / 1e6:6.1f} MB: {row['samples']} samples "
+            f"{'run' if row['runs'] else 'DO NOT RUN'}, one more "
+            f"{'ends with its reason' if row['next_is_told'] else 'DOES NOT'}",
+            flush=True,
+        )
+    _write(given.out, rows)
+    sys.exit(not all(row["runs"] and row["next_is_told"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()
