@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -370,3 +371,11 @@ def test_a_compiler_on_another_thread_traces_with_tensors_without_memory():
         thread.join()
         assert watch.findings == [], "\n".join(map(str, watch.findings))
     assert found == [(8,), "meta"]
+
+
+def test_a_thread_that_python_did_not_start_may_set_an_event():
+    with pretend_cuda() as watch:
+        done = threading.Event()
+        _thread.start_new_thread(done.set, ())
+        assert done.wait(10.0)
+        assert watch.findings == []

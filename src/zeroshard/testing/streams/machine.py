@@ -96,8 +96,12 @@ class Machine:
         """The calling host thread."""
         known: HostThread | None = getattr(self._local, "thread", None)
         if known is None:
-            this = threading.current_thread()
-            known = HostThread(self._number(), this.name, is_main=this is self._main)
+            # Not current_thread(): for a thread that Python did not start it makes an object with an
+            # event, and setting a followed event comes back here.
+            ident = threading.get_ident()
+            this = vars(threading)["_active"].get(ident)
+            name = this.name if this is not None else f"thread {ident}"
+            known = HostThread(self._number(), name, is_main=this is self._main)
             self._local.thread = known
         return known
 
