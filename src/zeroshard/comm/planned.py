@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,14 +38,12 @@ class PlannedComm(ProcessGroupComm):
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Nothing moves."""
-        if full_N.numel() != self.size * shard_S.numel() or full_N.dtype != shard_S.dtype:
-            self._refuse("all_gather", name, full_N, shard_S)
+        self._check("all_gather", name, full_N, shard_S)
         return super().all_gather(full_N, shard_S, name=name)
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Nothing moves."""
-        if full_N.numel() != self.size * out_S.numel() or full_N.dtype != out_S.dtype:
-            self._refuse("reduce_scatter", name, full_N, out_S)
+        self._check("reduce_scatter", name, full_N, out_S)
         handle = super().reduce_scatter(out_S, full_N, name=name)
         if not self.adds or self.size == 2 or handle is DONE:
             return handle
@@ -55,12 +53,13 @@ class PlannedComm(ProcessGroupComm):
 
         return _Then(handle, add)
 
-    def _refuse(self, op: str, name: str, full_N: Tensor, shard_S: Tensor) -> NoReturn:
-        raise UsageError(
-            f"{op} {name!r} over {self.size} ranks: {full_N.numel()} elements of {full_N.dtype} in "
-            f"all, {shard_S.numel()} of {shard_S.dtype} on a rank. The whole must have the dtype and "
-            f"{self.size} times the elements of a part; a real transport would fail or hang."
-        )
+    def _check(self, op: str, name: str, full_N: Tensor, shard_S: Tensor) -> None:
+        if full_N.numel() != self.size * shard_S.numel() or full_N.dtype != shard_S.dtype:
+            raise UsageError(
+                f"{op} {name!r} over {self.size} ranks: {full_N.numel()} elements of {full_N.dtype} in "
+                f"all, {shard_S.numel()} of {shard_S.dtype} on a rank. The whole must have the dtype and "
+                f"{self.size} times the elements of a part; a real transport would fail or hang."
+            )
 
 
 class PlannedScratch(KeepsScratch, PlannedComm):
