@@ -97,6 +97,45 @@ def diverging(
     return outcome(body)
 
 
+class Starved(Block):
+    """Gets no memory when it is asked to."""
+
+    starves = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.starves:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
+        return super().forward(x)
+
+
+def going_on(stage: int) -> tuple[str, str, float]:
+    """Rank 1 catches an error of memory that it alone has, and goes on."""
+
+    def body() -> None:
+        net = Net()
+        net.blocks[2] = starved = Starved()
+        with zeroshard.Engine(net, config=config(stage)) as engine:
+            step(engine)
+            starved.starves = dist.get_rank() == 1
+            try:
+                step(engine)
+            except RuntimeError as error:
+                if "out of memory" not in str(error):
+                    raise
+            starved.starves = False
+            step(engine)
+
+    return outcome(body)
+
+
+def test_a_rank_that_goes_on_after_its_own_error_of_memory_is_named_with_it():
+    for kind, text, seconds in run_ranks(going_on, 2, 3, timeout=40):
+        assert kind == "RankDivergence"
+        assert "Rank 1 went on after OutOfMemoryError (an allocation failed) in forward." in text
+        assert "out of memory" not in text.lower()  # programs that look for a batch size catch that
+        assert seconds < 30
+
+
 SKIPS, SWAPS = (0, 1, 3), (0, 2, 1, 3)
 
 

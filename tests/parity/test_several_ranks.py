@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import kit
 import pytest
 import torch
 from compare import CASES, COMBINATIONS, HALVES, STAGES, check_stages, oracle, stages_of, trained
@@ -11,6 +12,7 @@ from support.covering import covering
 from support.parity import assert_bit_equal
 
 from zeroshard.testing import on_ranks
+from zeroshard.zero import safe_get_full_fp32_param
 
 TRAININGS = [c for c in COMBINATIONS if c != ("bf16", 3)]
 """Precision and micro-batches. Sums of 16 bit: fp16 shows them."""
@@ -108,13 +110,42 @@ def test_units_change_no_bit_of_the_update(stage):
         assert_bit_equal(run, plain)
 
 
-@pytest.mark.parametrize(
-    "keys", [{"prescale_gradients": True},
-             {"prescale_gradients": True, "gradient_predivide_factor": 4.0}]
-)  # fmt: skip
+DIVISIONS = {
+    "by the ranks": {"prescale_gradients": True},
+    "by a factor": {"gradient_predivide_factor": 4.0},
+    "by the ranks, not the factor": {
+        "prescale_gradients": True, "gradient_predivide_factor": 4.0
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_dividing_before_reducing_gives_the_same_mean(stage, keys):
-    plain = trained("mlp", "fp32", 1, stage=stage, world=2)
-    # Powers of two: dividing earlier rounds nothing.
-    assert_bit_equal(trained("mlp", "fp32", 1, stage=stage, world=2, config=keys), plain)
+def test_dividing_before_reducing_gives_the_mean_of_plain_pytorch(stage):
+    """Powers of two: dividing earlier rounds nothing."""
+    expected = oracle("mlp", "fp32", 1, world=2, rounds_sum=True, clip=0.0).params
+    for name, keys in DIVISIONS.items():
+        found = trained("mlp", "fp32", 1, stage=stage, world=2, clip=0.0, config=keys).params
+        different = [key for key in expected if not torch.equal(found[key], expected[key])]
+        assert not different, f"{name}: {different}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_gradients_are_divided_before_they_are_added(stage):
+    """The smallest numbers vanish if they are divided by 4, and not if by the two ranks."""
+    changed = {}
+    for name, keys in [("after the sum", {}), *DIVISIONS.items()]:
+        model = torch.nn.Linear(1, 1, bias=False)
+        model.weight.data.zero_()
+        sgd = {"optimizer": {"type": "SGD", "params": {"lr": 2.0**120}}}
+        with kit.engine(model, stage, **sgd, **keys) as engine:
+            engine.backward(engine(torch.full((1, 1), 2.0**-148)).sum())  # the second smallest one
+            engine.step()
+            changed[name] = bool(safe_get_full_fp32_param(model.weight).any())
+    assert changed == {
+        "after the sum": True,
+        "by the ranks": True,
+        "by a factor": False,
+        "by the ranks, not the factor": True,
+    }

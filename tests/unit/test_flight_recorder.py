@@ -355,6 +355,20 @@ def test_who_waits_for_a_late_rank_is_not_late_and_ends_nothing():
     assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankLate", False, (2,))
 
 
+def test_a_rank_that_went_on_after_an_error_of_its_own_is_named_with_it():
+    error = "ValueError: a bad sample in forward"
+    late = judged(
+        status(0, gathers("a", "b")),
+        status(1, gathers("a"), waits=False, failed=error, stack="train.py:7 main"),
+    )
+    assert (late.kind, late.fatal, late.ranks) == ("RankLate", False, (1,))
+    assert f"  rank 1: outside collectives, train.py:7 main, after {error}\n" in late.text
+    assert "Rank 1 went on after an error that the others did not have. Not ended" in late.text
+    parted = judged(status(0, gathers("a", "b")), status(1, gathers("a", "a"), failed=error))
+    assert parted.kind == "RankDivergence"
+    assert f"Rank 1 went on after {error}.\n  Fix: let such an error end" in parted.text
+
+
 def test_a_broadcast_waits_for_its_source_alone():
     told = Wait("forum", 2, "meeting", source=0)
     diagnosis = diagnose(

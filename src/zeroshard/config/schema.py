@@ -390,12 +390,13 @@ class Config(Section):
     prescale_gradients: Flag = honour(
         False,
         "Divide gradients by the data-parallel size before the reduction instead of after it. Sums "
-        "in fp16 are always divided before, since they overflow at 65,504.",
+        "in fp16 are always divided before (by gradient_predivide_factor, if it is not 1), since "
+        "they overflow at 65,504.",
     )
     gradient_predivide_factor: Positive = honour(
         1.0,
         "Gradients are divided by this number before the reduction, and by the data-parallel size "
-        "/ this number after it. Cannot be combined with prescale_gradients.",
+        "/ this number after it. Has no effect with prescale_gradients.",
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], Lower] = honour(
         "mean", "mean: gradients are divided by the data-parallel size. sum: they are not."

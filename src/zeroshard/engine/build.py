@@ -618,7 +618,7 @@ def predivide(config: Config, dp_size: int, reduced: Collection[torch.dtype]) ->
     before. Otherwise the loss scale would be lower the more ranks there are.
     """
     factor = config.gradient_predivide_factor
-    if factor == 1.0 and (config.prescale_gradients or torch.float16 in reduced):
+    if config.prescale_gradients or (factor == 1.0 and torch.float16 in reduced):
         return float(dp_size)
     return factor
 

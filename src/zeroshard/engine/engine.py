@@ -18,7 +18,7 @@ from zeroshard.comm.dtensors import whole_of
 from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
-from zeroshard.engine import export, out_of_memory
+from zeroshard.engine import export, failed_call, out_of_memory
 from zeroshard.engine.arguments import backward_error
 from zeroshard.engine.build import build_engine
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
@@ -208,8 +208,8 @@ class Engine(nn.Module):
                 return self.module(*args, **kwargs)
             with torch.autocast(self.device.type, dtype=self.policy.autocast):
                 return self.module(*args, **kwargs)
-        except RuntimeError as error:
-            out_of_memory.explain(self, error, "forward")
+        except Exception as error:
+            failed_call.tell(self, error, "forward")
             raise
 
     def backward(
@@ -232,8 +232,8 @@ class Engine(nn.Module):
             if self._weight != 1.0:
                 scaled = scaled * self._weight
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        except (RuntimeError, AttributeError, TypeError) as error:
-            out_of_memory.explain(self, error, "backward")
+        except Exception as error:
+            failed_call.tell(self, error, "backward")
             if (clearer := backward_error(loss, error)) is not None:
                 raise clearer from error
             raise
@@ -341,8 +341,8 @@ class Engine(nn.Module):
             return  # the gradients were of other parameters, and were dropped
         try:
             outcome = self._update.run(self.global_steps + 1, loss_of(self._losses, self._weight))
-        except RuntimeError as error:
-            out_of_memory.explain(self, error, out_of_memory.UPDATE)
+        except Exception as error:
+            failed_call.tell(self, error, out_of_memory.UPDATE)
             raise
         report, skipped = outcome.report, outcome.skipped
         self.last_step = report

@@ -107,7 +107,7 @@ def explain(engine: Any, error: BaseException, phase: str) -> None:
     activations = engine.memory_baseline.activations(engine)
     module, part = reached(error, engine.module) if phase == "forward" else ("", 1.0)
     whole = int(activations / part)
-    missing = max(asked, whole - activations + _to_come(engine))
+    missing = _missing(engine, phase, asked, whole - activations, whole)
     where = f"{phase} of {module!r}" if module else phase
     lines = [
         f"{_BEGIN} {engine.global_rank} when {_mib(asked)} MiB could not be allocated, in {where}, "
@@ -121,6 +121,25 @@ def explain(engine: Any, error: BaseException, phase: str) -> None:
         )
     lines += _advice(remedies(_run_of(engine, whole), missing), missing)
     error.args = ("\n".join([str(error.args[0]), *lines]), *error.args[1:])
+
+
+def _missing(engine: Any, phase: str, asked: int, rest: int, whole: int) -> int:
+    """Bytes that a step needs more than there are.
+
+    ``rest``: what the forward that was not finished would still allocate. ``whole``: all of it. Backward
+    holds about as much as a block on top, and the update's state, if it is to come, stays from then on.
+    """
+    to_come = _to_come(engine)
+    if phase == UPDATE:
+        return max(asked, to_come)
+    blocks = longest_list(engine.module)
+    return max(asked, rest + (whole // blocks if blocks > 1 else 0)) + to_come
+
+
+def longest_list(model: nn.Module) -> int:
+    """The length of the longest list of modules, which are the blocks of a model; 1 without one."""
+    lists = (nn.ModuleList, nn.Sequential)
+    return max((len(each) for each in model.modules() if isinstance(each, lists)), default=1)
 
 
 def _to_come(engine: Any) -> int:

@@ -22,6 +22,7 @@ READ = ", read"
 """Suffix of the names of gathers that a program started by reading values; no module needed them."""
 TORCH = "torch.distributed"
 """Label of the sequence of calls that a program itself makes. Their numbers are not known."""
+_CAUGHT = "let such an error end the program, or catch it on every rank"
 SET_UPS = "set-ups"
 """Label of the sequence of set-ups of engines and models."""
 _WORDS = {
@@ -61,7 +62,8 @@ class RankStatus:
     and did not answer); ``silent`` (its interpreter does not run). ``detail`` is the same in words.
     ``stack``: where the main thread is, on one line. ``stacks``: all threads in full, for the file.
     ``phase``: what the program does there (``forward``, ``save``...). ``wait``: what it is blocked in.
-    ``reached``: the number of its calls, by label of the sequence.
+    ``reached``: the number of its calls, by label of the sequence. ``failed``: what a call of this step
+    ended with on this rank, whose program goes on.
     """
 
     rank: int
@@ -76,6 +78,7 @@ class RankStatus:
     phase: str = ""
     wait: Wait | None = None
     reached: Mapping[str, int] = field(default_factory=dict)
+    failed: str = ""
 
 
 @dataclass(frozen=True)
@@ -286,6 +289,9 @@ class _Case:
 
     def _cause(self, found: Difference, by_rank: Mapping[int, RankStatus]) -> tuple[str, str]:
         (first, many), (second, few) = found.calls[:2]
+        if went_on := _went_on(self.statuses):
+            failed = next(w.failed for w in self.statuses if w.failed)
+            return f"{_cap(went_on)} went on after {failed}.", f"Fix: {_CAUGHT}."
         for record, ranks in found.calls[:2]:
             if record.name.endswith(READ):
                 return (
@@ -380,18 +386,24 @@ class _Case:
         if len(late) > 2:
             lines[-1] = cut(lines[-1], 160) + f"; also {rank_ranges(w.rank for w in late[2:])}"
         who = rank_ranges(w.rank for w in late)
+        went_on = _went_on(late)
         key = self.limits.key(section)
         ended = f", or allow more than {limit:g} s ({key})." if key else f" within {limit:g} s."
         going = f"Not ended; limit {limit:g} s{f' ({key})' if key else ''}."
-        lines.append(
-            f"  No other call so far: {who} {'is' if len(late) == 1 else 'are'} slow, or will not "
-            "make this call. "
-            + (
+        if went_on:
+            cause = f"{_cap(went_on)} went on after an error that the others did not have. "
+            rest = f"Fix: {_CAUGHT}{ended}" if fatal else going
+        else:
+            cause = (
+                f"No other call so far: {who} {'is' if len(late) == 1 else 'are'} slow, or will not "
+                "make this call. "
+            )
+            rest = (
                 f"Fix: make this call on every rank{ended}"
                 if fatal
                 else f"Every rank has to make this call. {going}"
             )
-        )
+        lines.append(f"  {cause}{rest}")
         return self._diagnosis("RankLate", fatal, [w.rank for w in late], lines)
 
     def stuck(self) -> Diagnosis:
@@ -455,6 +467,12 @@ def position_text(status: RankStatus) -> str:
     return f"{place}{f', in {doing}' if doing else ''}{_at(status)}"
 
 
+def _went_on(statuses: Iterable[RankStatus]) -> str:
+    """The ranks that went on after an error of their own, in words; "" without any."""
+    failed = [w.rank for w in statuses if w.failed]
+    return rank_ranges(failed) if failed else ""
+
+
 def _conditional(*gathered: Record) -> str:
     """The config key that lets ranks skip these modules. Numbers in a name become ``*``."""
     modules = [record.name.partition("#")[0].split(".") for record in gathered]
@@ -509,7 +527,9 @@ def _whereabouts(status: RankStatus) -> str:
         return f"{_place(status)}{_at(status)}"
     section = f"section {_section(status)}: " if _section(status) else ""
     doing = f"in {status.phase}: " if status.phase and not section else ""
-    return f"outside collectives, {section}{doing}{status.stack or 'no stack'}"
+    failed = f", after {status.failed}" if status.failed else ""
+    where = f"outside collectives, {section}{doing}{status.stack or 'no stack'}"
+    return cut(where, 160) + failed if failed else where
 
 
 def _doing(status: RankStatus) -> str:

@@ -214,21 +214,23 @@ def own_answer(
     calls: TrackedCalls | None,
     *,
     left: str | None,
+    failed: str = "",
     main: int,
     keep: int,
     with_stacks: bool,
 ) -> dict[str, Any]:
     """What this rank answers to a question about ``calls``, as JSON values.
 
-    ``calls`` is None if the rank does not take part in that sequence; ``left``: why it left it.
-    ``parts``: all sequences that it follows. ``main``: the program's thread. ``keep``: how many records
-    to send.
+    ``calls`` is None if the rank does not take part in that sequence; ``left``: why it left it;
+    ``failed``: what a call of its present step ended with. ``parts``: all sequences that it follows.
+    ``main``: the program's thread. ``keep``: how many records to send.
     """
     waits = [wait for part in parts if (wait := part.wait()) is not None]
     flight = calls.flight() if calls is not None else None
     return {
         "flight": flight and flight._replace(records=flight.records[-keep:]),
         "left": left,
+        "failed": failed,
         "blocked_s": max(part.clock.blocked_s for part in parts),
         "suspects": sorted(calls.suspects) if calls is not None else [],
         "stack": stack_line(main) if with_stacks else "",

@@ -201,6 +201,7 @@ def status_from_answer(peer: Peer, answer: Mapping[str, Any]) -> RankStatus:
         stacks=answer["stacks"],
         host=peer.process.host,
         phase=answer["phase"],
+        failed=answer["failed"],
         wait=_wait_of(answer["wait"]),
         reached=answer["reached"],
     )

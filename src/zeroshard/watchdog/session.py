@@ -201,6 +201,11 @@ class CommSession:
             return None
         return self.session_watch.ask()
 
+    def note_failure(self, text: str) -> None:
+        """Note that a call of this rank ended with an error. Reports of the same step say so."""
+        if self.session_watch is not None:
+            self.session_watch.note_failure(text)
+
     def watch_layers(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Record the collectives of layers in these groups, which the program opened for tensor ranks."""
         if self.layers is None:

@@ -44,6 +44,7 @@ class SessionWatch:
         self.parts = list(parts)
         self.errands: list[Callable[[], None]] = []  # run at each look, in the watchdog's thread
         self.pace: Pace | None = None
+        self._failed = (-1, "")  # the step in which a call ended with an error, and the error
         self._watchdog = watchdog
         watchdog.follow(self)
 
@@ -71,6 +72,20 @@ class SessionWatch:
             )
             if part.collective:
                 part.wakers = wakers
+
+    def note_failure(self, text: str) -> None:
+        """Note that a call of the current step ended with an error."""
+        self._failed = (self._step, text)
+
+    def failure(self) -> str:
+        """The error that a call of the current step ended with; "" if there is none."""
+        step, text = self._failed
+        return text if step == self._step else ""
+
+    @property
+    def _step(self) -> int:
+        recorder = self.parts[0].recorder
+        return -1 if recorder is None else recorder.step
 
     def part_of(self, recorder: Recorder) -> TrackedCalls:
         """The collectives that ``recorder`` records."""

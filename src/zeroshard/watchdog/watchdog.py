@@ -120,6 +120,9 @@ class WatchedSession(Protocol):
     parts: list[TrackedCalls]
     errands: list[Callable[[], None]]
 
+    def failure(self) -> str:
+        """The error that a call of the current step ended with."""
+
 
 class Watchdog:
     """Watches ``ranks`` (global ranks), of which this process is ``rank``.
@@ -503,6 +506,7 @@ class Watchdog:
             self._followed(),
             calls,
             left=self._left.get(label),
+            failed=next(filter(None, (each.failure() for each in list(self._sessions))), ""),
             main=self._main,
             keep=max(32, 4096 // len(self._ranks)),
             with_stacks=self._settings.stacks,

@@ -23,9 +23,10 @@ timings of that program. No timing has to be guessed.
 the lines of both operations. ``watch.waits(phase)`` counts host waits by kind, ``watch.kernels(phase)``
 operators, ``watch.traffic(phase)`` the bytes that they read and wrote, ``watch.allocations(phase)``
 blocks of device memory. ``watch.live_nbytes`` are the bytes of device memory in use,
-``watch.live_blocks`` the blocks with the lines that allocated them. ``watch.world(4)`` is a context in
-which this process is one of four ranks over a model of NCCL: order is right, values are not. With
-``watch.ranks()`` processes that gloo connects are the ranks, and values are right too.
+``watch.live_blocks`` the blocks with the lines that allocated them, ``watch.peak_nbytes`` the most at one
+time. With ``pretend_cuda(device_nbytes=...)`` larger allocations fail as torch's do. ``watch.world(4)``
+is a context in which this process is one of four ranks over a model of NCCL: order is right, values are
+not. With ``watch.ranks()`` processes that gloo connects are the ranks, and values are right too.
 
 Code that torch does not see declares what it uses: :mod:`zeroshard.memory.host_access`.
 

@@ -17,10 +17,6 @@ from zeroshard.testing.streams.machine import Machine, StreamLine
 from zeroshard.testing.streams.patches import Patches
 from zeroshard.testing.streams.tensors import Storages, number_of
 
-GIB = 1 << 30
-DEVICE_NBYTES = 80 * GIB
-"""The memory of a pretended device."""
-
 _machine: list[Machine] = []
 """The machine of the running :func:`pretend_cuda`: streams and events are made without naming it."""
 
@@ -191,7 +187,8 @@ class _Cudart:
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802
         """Free and total bytes."""
-        return DEVICE_NBYTES - self._storages.machine.live_nbytes[device], DEVICE_NBYTES
+        machine = self._storages.machine
+        return machine.device_nbytes - machine.live_nbytes[device], machine.device_nbytes
 
 
 def always(value: Any) -> Callable[..., Any]:
@@ -298,7 +295,7 @@ class CudaPatches:
                 yield
 
         properties = SimpleNamespace(
-            name="pretended device", major=9, minor=0, total_memory=DEVICE_NBYTES,
+            name="pretended device", major=9, minor=0, total_memory=machine.device_nbytes,
             multi_processor_count=132, warp_size=32, max_threads_per_multi_processor=2048,
             L2_cache_size=50 << 20, shared_memory_per_block_optin=227 << 10, is_integrated=0,
             regs_per_multiprocessor=65536, gcnArchName="", uuid="pretended",
@@ -320,8 +317,8 @@ class CudaPatches:
             "get_device_name": always("pretended device"),
             "get_device_properties": always(properties),
             "mem_get_info": lambda device=None: (
-                DEVICE_NBYTES - machine.live_nbytes[number(device)],
-                DEVICE_NBYTES,
+                machine.device_nbytes - machine.live_nbytes[number(device)],
+                machine.device_nbytes,
             ),
             "ipc_collect": always(None),
             "can_device_access_peer": always(True),
@@ -344,8 +341,8 @@ class CudaPatches:
             "device_index": _Device,
             "empty_host_cache": always(None),
             "get_memory_info": lambda device=None: (
-                DEVICE_NBYTES - machine.live_nbytes[self._number(device)],
-                DEVICE_NBYTES,
+                machine.device_nbytes - machine.live_nbytes[self._number(device)],
+                machine.device_nbytes,
             ),
         }
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from zeroshard.testing.streams.clocks import Clock, Timeline, merge
 from zeroshard.testing.streams.findings import Finding, Site, here
 from zeroshard.testing.streams.memory_blocks import MemoryBlock, Use
@@ -57,12 +59,22 @@ class Counts:
     copies: Counter[str] = field(default_factory=Counter)  # by direction, in bytes
 
 
-class Machine:
-    """``devices`` devices. ``query``: what ``Event.query`` answers; None: the truth as far as known."""
+DEVICE_NBYTES = 80 << 30
+"""The memory of a pretended device, if no other size is given."""
 
-    def __init__(self, devices: int, query: bool | None) -> None:
+
+class Machine:
+    """``devices`` devices, each with ``device_nbytes`` of memory.
+
+    ``query``: what ``Event.query`` answers; None: the truth as far as known.
+    """
+
+    def __init__(
+        self, devices: int, query: bool | None, device_nbytes: int = DEVICE_NBYTES
+    ) -> None:
         self.devices = devices
         self.query = query
+        self.device_nbytes = device_nbytes
         self.findings: list[Finding] = []
         self.phases: dict[str, Counts] = {}
         self.phase = ""
@@ -197,8 +209,17 @@ class Machine:
         return line
 
     def allocate(self, block: MemoryBlock) -> None:
-        """Give out a block. It may be the block that the stream freed last, with work still queued."""
+        """Give out a block. It may be the block that the stream freed last, with work still queued.
+
+        Raises:
+            torch.OutOfMemoryError: the device has less memory.
+        """
         assert block.device is not None
+        if self.live_nbytes[block.device] + block.nbytes > self.device_nbytes:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {block.nbytes} bytes. GPU {block.device} has "
+                f"a total capacity of {self.device_nbytes} bytes."
+            )
         self._touches_cuda("an allocation")
         line = self.current_stream(block.device)
         block.home = line

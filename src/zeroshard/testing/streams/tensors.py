@@ -66,7 +66,8 @@ class Storages:
         self.dead: deque[tuple[int, Clock]] = deque()
         self._local = threading.local()
         _open.append(self)  # first: a storage that dies from now on is noted in ``dead``
-        for key, (device, nbytes) in list(_left.items()):
+        for key in list(_left):  # storages may die while the table is filled
+            device, nbytes = _left.get(key, (0, 0))
             self._blocks[key] = MemoryBlock(min(device, machine.devices - 1), nbytes)
 
     def close(self) -> None:
@@ -501,7 +502,12 @@ class TensorPatches:
 
         def resize(storage: Any, nbytes: int) -> Any:
             with storages.machine.lock:
-                storages.resize(storage, lambda: old_resize(storage, nbytes))
+                before = storage.nbytes()
+                try:
+                    storages.resize(storage, lambda: old_resize(storage, nbytes))
+                except torch.OutOfMemoryError:
+                    old_resize(storage, before)
+                    raise
             return storage
 
         def clone(storage: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from zeroshard.memory import host_access
 from zeroshard.testing.streams import cuda, nccl, threads
 from zeroshard.testing.streams.findings import Finding
-from zeroshard.testing.streams.machine import Counts, Machine
+from zeroshard.testing.streams.machine import DEVICE_NBYTES, Counts, Machine
 from zeroshard.testing.streams.memory_blocks import MemoryBlock
 from zeroshard.testing.streams.operators import OperatorMode, declare
 from zeroshard.testing.streams.patches import Patches
@@ -93,6 +93,11 @@ class Watch:
         return sum(self._machine.live_nbytes)
 
     @property
+    def peak_nbytes(self) -> int:
+        """The most bytes of memory in use at one time, of the device that used most."""
+        return max(self._machine.peak_nbytes)
+
+    @property
     def live_blocks(self) -> list[MemoryBlock]:
         """The blocks of device memory in use, largest first."""
         with self._machine.lock:
@@ -119,14 +124,18 @@ class Watch:
 
 
 @contextmanager
-def pretend_cuda(devices: int = 1, *, query: bool | None = None) -> Iterator[Watch]:
+def pretend_cuda(
+    devices: int = 1, *, query: bool | None = None, device_nbytes: int = DEVICE_NBYTES
+) -> Iterator[Watch]:
     """A context in which torch has ``devices`` CUDA devices. Values are real and are on the host.
 
+    ``device_nbytes``: memory of a device, beyond which allocations fail as torch's do. Blocks count with
+    their bytes: nothing is rounded, cached or fragmented.
     ``query``: what ``Event.query`` and ``Stream.query`` answer; None: True once the host has waited for
     the work. Replaces functions of torch and of threads in the whole process, so that only one context
     may be open, and tests run it in a process of their own.
     """
-    machine = Machine(devices, query)
+    machine = Machine(devices, query, device_nbytes)
     storages, patches = Storages(machine), Patches()
     with ExitStack() as stack:
         stack.enter_context(cuda.chosen(machine))

@@ -1,0 +1,35 @@
+"""What an error does that leaves a forward, a backward or a step of the engine.
+
+It is noted: a program may catch it and go on, while other ranks wait for the calls that were not made.
+Their report then says why. A failed allocation is explained as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroshard.comm.collectives import first_line
+from zeroshard.engine import out_of_memory
+
+
+def tell(engine: Any, error: Exception, phase: str) -> None:
+    """Note ``error``, and add to its message what the rank holds if memory is missing."""
+    engine._watch.note_failure(f"{named(error)} in {phase}")
+    out_of_memory.explain(engine, error, phase)
+
+
+def named(error: Exception) -> str:
+    """An error in words that no program takes for an error of memory of its own.
+
+    Programs that look for a batch size that fits catch any error whose message has torch's words, so
+    these must not be in the reports of other ranks.
+
+    >>> named(RuntimeError("CUDA out of memory. Tried to allocate 2 MiB."))
+    'RuntimeError (an allocation failed)'
+    >>> named(ValueError("a bad sample"))
+    'ValueError: a bad sample'
+    """
+    name = type(error).__name__
+    if "memory" in str(error).lower() or isinstance(error, MemoryError):
+        return f"{name} (an allocation failed)"
+    return f"{name}: {first_line(error)}"
