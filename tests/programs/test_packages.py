@@ -22,7 +22,7 @@ import pytest
 from programs import assert_losses, logged, on_warm_ranks, with_deepspeed
 from tiny_models import save_model, sentence, write_rows
 
-from zeroshard.testing.ranks import run_ranks
+from zeroshard.testing.ranks import pool, run_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -147,6 +147,11 @@ def prepare_rank() -> None:
         sys.modules["torchaudio"] = empty
 
 
+def has_imported_swift() -> bool:
+    """Whether this rank ran a program of ms-swift, which changes the Trainer of its process for good."""
+    return "swift" in sys.modules
+
+
 def arguments(program: Program, root: Path, stage: int) -> tuple[list[str], dict[str, str]]:
     """The arguments and environment variables of the package's program."""
     folder = Path(str(find_spec(program.package).origin)).parent  # type: ignore[union-attr]
@@ -187,6 +192,9 @@ def run(
     program = PROGRAMS[name]
     options, environ = arguments(program, root, stage)
     folder = Path(str(find_spec(program.package).origin)).parent  # type: ignore[union-attr]
+    if program.package != "swift" and len(pool()):
+        if any(run_ranks(has_imported_swift, len(pool()), group=False)):
+            pool().kill()
     if program.package == "llamafactory":
         run_ranks(prepare_rank, ranks, group=False)
     script = [str(folder / program.script)]

@@ -405,7 +405,8 @@ def explained(model: str, hint: str = BATCH_HINT) -> Iterator[None]:
         raise
     except Exception as error:
         raise UnsupportedError(
-            f"{model} cannot be planned: {type(error).__name__} at {_line(error)}: {error} {hint}"
+            f"{model} cannot be planned: {type(error).__name__} at {_line(error)}: "
+            f"{str(error).rstrip('.')}. {hint}"
         ) from error
 
 
