@@ -154,7 +154,7 @@ MISTAKES = [
     (PLAN + "no_loss" + RUN, "the model returned FakeTensor without a loss"),
     (PLAN + "number" + RUN, "nets_to_plan:number returned int. It must return a model"),
     (PLAN + "raises" + RUN, "ValueError at "),
-    (PLAN + "raises" + RUN, "no such size Correct the function that returns the model"),
+    (PLAN + "raises" + RUN, "no such size. Correct the function that returns the model"),
     (PLAN + "other" + RUN, "the module 'nets_to_plan' has no 'other'"),
     ("plan nowhere_at_all:f" + RUN, "there is no module 'nowhere_at_all'"),
     ("plan no_such_model" + RUN, "the model 'no_such_model' is not known"),
