@@ -1,10 +1,11 @@
 """Runs the largest planned micro-batch, and one more sample, under a real limit of memory.
 
-    python tools/batch_limits.py                                # ten configurations, six minutes
+    python tools/batch_limits.py                                # ten configurations, ten minutes
     python tools/batch_limits.py --out benchmarks/results/F.json
     python tools/batch_limits.py --remedies                     # what the error prints is applied
 
-For each configuration a limit is drawn halfway between what four and what five samples need, as planned.
+For each configuration a limit is drawn halfway between what four and what five samples need: as planned,
+and what a first run without a limit had beside its plan, such as stacks of threads and arenas of malloc.
 Two ranks then train under this limit: with the largest micro-batch that fits by the plan, which must
 run, and with one sample more, which must end in the error that says what memory was held. With
 ``--remedies`` each change that this error prints is then applied as printed, and must make the run fit.
@@ -56,14 +57,16 @@ TOLD = "could not be allocated"
 """Words of the error, which also has the memory of the rank at that moment."""
 
 SIZE = replace(LARGE, tokens=256)
+LONG = replace(LARGE, tokens=512)
+"""For checkpointed runs, so that a sample is more than what is not planned."""
 SAMPLES = 4
 CASES = [
     Case("gpt2", 0, False, size=SIZE),
     Case("gpt2", 1, False, size=SIZE),
-    Case("gpt2", 2, True, size=SIZE),
+    Case("gpt2", 2, True, size=LONG),
     Case("gpt2", 3, False, size=SIZE),
-    Case("gpt2", 3, True, "cpu", size=SIZE),
-    Case("llama", 1, True, size=SIZE),
+    Case("gpt2", 3, True, "cpu", size=LONG),
+    Case("llama", 1, True, size=LONG),
     Case("llama", 2, False, "cpu", size=SIZE),
     Case("llama", 3, False, size=SIZE),
     Case("bert", 2, False, size=SIZE),
@@ -94,11 +97,12 @@ def data_nbytes() -> int:
 
 
 def _train_within(
-    case: Case, limit_nbytes: int, folder: str, changes: Mapping[str, Any] | None = None
-) -> None:
+    case: Case, limit_nbytes: int | None, folder: str, changes: Mapping[str, Any] | None = None
+) -> int:
     """Train while this rank may have ``limit_nbytes`` more than with a small engine that is open.
 
-    ``changes``: to the configuration.
+    ``limit_nbytes``: None: any number. ``changes``: to the configuration. Returns the bytes that the
+    process has more afterwards, without those that the engine counts.
     """
     libc = ctypes.CDLL("libc.so.6")
     libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)  # else the process keeps what is freed
@@ -109,10 +113,15 @@ def _train_within(
         before = data_nbytes()
     dist.barrier()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (before + limit_nbytes, hard))
+    if limit_nbytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (before + limit_nbytes, hard))
     try:
         with _engine(case, folder, changes or {}) as engine:
             _steps(engine, case.size)
+            gc.collect()
+            libc.malloc_trim(0)
+            counted: int = engine.runtime.ledger.totals()[0] + engine._watch.scratch_nbytes
+            return max(0, data_nbytes() - before - counted)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
@@ -140,26 +149,42 @@ def _steps(engine: Any, size: Size) -> None:
         del loss
 
 
-def ends(
-    case: Case, samples: int, limit_nbytes: int, changes: Mapping[str, Any] | None = None
-) -> list[str]:
-    """How the ranks end with ``samples`` in a micro-batch: "", or the text of the error."""
+def run(
+    case: Case, samples: int, limit_nbytes: int | None, changes: Mapping[str, Any] | None = None
+) -> list[Any]:
+    """What :func:`_train_within` returns or raises on each rank, with ``samples`` in a micro-batch."""
     case = replace(case, size=replace(case.size, batch=samples))
     with swap_folder() as folder:
         given = (case, limit_nbytes, folder, changes)
         found: list[Any] = run_ranks(
             _train_within, case.ranks, *given, timeout=200, keep_exceptions=True
         )
-    return ["" if each is None else f"{type(each).__name__}: {each}" for each in found]
+    return found
+
+
+def ends(
+    case: Case, samples: int, limit_nbytes: int, changes: Mapping[str, Any] | None = None
+) -> list[str]:
+    """How the ranks end with ``samples`` in a micro-batch: "", or the text of the error."""
+    found = run(case, samples, limit_nbytes, changes)
+    return ["" if isinstance(each, int) else f"{type(each).__name__}: {each}" for each in found]
+
+
+def unplanned_nbytes(case: Case) -> int:
+    """What a rank has beside what is planned, in a run without a limit; the mean of the ranks."""
+    found: list[int] = run(case, SAMPLES, None)
+    return sum(found) // len(found)
 
 
 def row_of(case: Case) -> dict[str, Any]:
     """The planned largest micro-batch of a case under a limit, and how it and the next one end."""
-    limit_nbytes = (peak_nbytes(case, SAMPLES) + peak_nbytes(case, SAMPLES + 1)) // 2
-    samples, next_nbytes = largest_batch(lambda count: peak_nbytes(case, count), limit_nbytes)
+    beside = unplanned_nbytes(case)
+    planned_nbytes = (peak_nbytes(case, SAMPLES) + peak_nbytes(case, SAMPLES + 1)) // 2
+    samples, next_nbytes = largest_batch(lambda count: peak_nbytes(case, count), planned_nbytes)
+    limit_nbytes = planned_nbytes + beside
     fits, next_one = ends(case, samples, limit_nbytes), ends(case, samples + 1, limit_nbytes)
     return {
-        "case": case.name, "limit_nbytes": limit_nbytes, "samples": samples,
+        "case": case.name, "limit_nbytes": limit_nbytes, "unplanned_nbytes": beside, "samples": samples,
         "planned_nbytes": peak_nbytes(case, samples), "next_planned_nbytes": next_nbytes,
         "runs": not any(fits), "next_is_told": any(TOLD in text for text in next_one),
         "ends": fits, "next_ends": [text.partition("\n")[0] for text in next_one],
@@ -169,7 +194,8 @@ def row_of(case: Case) -> dict[str, Any]:
 def remedies_row(case: Case) -> dict[str, Any]:
     """The changes that the error of one sample too much prints, and how a run with each of them ends."""
     less, more = (peak_nbytes(case, count) for count in (SAMPLES, SAMPLES + 1))
-    limit_nbytes = more - (more - less) // 6  # little is missing, so that more changes are enough
+    # Little is missing, so that more changes are enough.
+    limit_nbytes = more - (more - less) // 6 + unplanned_nbytes(case)
     told = next(text for text in ends(case, SAMPLES + 1, limit_nbytes) if TOLD in text)
     rows = []
     for line in re.findall(r"^  \d\. .*\n     (.*)$", told, re.MULTILINE):
@@ -215,7 +241,8 @@ def main() -> None:
         rows.append(row_of(case))
         row = rows[-1]
         print(
-            f"{row['case']:36} limit {row['limit_nbytes'] / 1e6:6.1f} MB: {row['samples']} samples "
+            f"{row['case']:46} limit {row['limit_nbytes'] / 1e6:6.1f} MB, of which "
+            f"{row['unplanned_nbytes'] / 1e6:4.1f} unplanned: {row['samples']} samples "
             f"{'run' if row['runs'] else 'DO NOT RUN'}, one more "
             f"{'ends with its reason' if row['next_is_told'] else 'DOES NOT'}",
             flush=True,

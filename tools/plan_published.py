@@ -3,21 +3,31 @@
     python tools/plan_published.py            # prints the tables; takes some minutes of CPU
     python tools/plan_published.py --write    # and puts them into the page
 
-Sources are named on the page. Models have the published sizes and no weights; tensors are fake, and
-operations are those of a GPU. Needs Transformers.
+Sources are named on the page. Models have the published sizes and no weights (``published_models.py``);
+tensors are fake, and operations are those of a GPU. Needs Transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-import transformers
+from published_models import (
+    Build,
+    Inputs,
+    blenderbot,
+    deberta,
+    deberta_96,
+    gpt2_xl,
+    llama_8b,
+    llava,
+)
 from torch import nn
 
 from zeroshard.config.machine_file import load_machine
@@ -28,105 +38,86 @@ from zeroshard.planner.step_time import step_time
 from zeroshard.zero import Init
 
 PAGE = Path(__file__).parents[1] / "docs/plan-published.md"
-BATCHES, LLAMA = "plan_published.py: batches", "plan_published.py: Llama"
+BATCHES, LLAMA, LLAVA, COST = (
+    f"plan_published.py: {name}" for name in ("batches", "Llama", "LLaVA", "cost")
+)
 
 CARD_NBYTES = 24 * 2**30
 CONTEXT_NBYTES = 1_300_000_000
 """Of the card, for the context and libraries of CUDA: assumed."""
 
+DDP_NBYTES = 20
+"""Per parameter in PyTorch's DDP in fp32: parameter, gradient, the gradient's copy in a bucket, AdamW."""
+
 FP16 = {"fp16": {"enabled": True}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
-
-Maker = Callable[[int], tuple[Callable[[], nn.Module], dict[str, torch.Tensor]]]
-"""From samples of a micro-batch: what builds the model, and the inputs by name."""
+BF16 = {"bf16": {"enabled": True}}
+TO_HOST = {"device": "cpu", "pin_memory": True}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published run. ``published``: samples of the largest micro-batch; 0: none fits."""
+    """One published run. ``published``: samples of the largest micro-batch; 0: none fits; None: nothing
+    is published. ``ddp``: state is that of PyTorch's DDP, by formula; the rest is that of the plan."""
 
     model: str
     how: str
-    make: Maker
-    published: int
+    make: Callable[[int], tuple[Build, Inputs]]
+    published: int | None
     stage: int
     keys: Mapping[str, Any]
     zero: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 2
-
-
-def _ids(samples: int, tokens: int) -> torch.Tensor:
-    return torch.empty(samples, tokens, dtype=torch.long, device="meta")
-
-
-def _config(kind: str, **sizes: Any) -> Any:
-    """A configuration of Transformers. What is not given has the default of its kind."""
-    return transformers.AutoConfig.for_model(kind, **sizes)
-
-
-def deberta(samples: int) -> Any:
-    """DeBERTa-v2-xlarge with a head for two classes; 128 tokens."""
-    config = _config(
-        "deberta-v2",
-        hidden_size=1536, num_hidden_layers=24, num_attention_heads=24, intermediate_size=6144,
-        vocab_size=128100, relative_attention=True, position_buckets=256, share_att_key=True,
-        norm_rel_ebd="layer_norm", pos_att_type=["p2c", "c2p"], conv_kernel_size=3, conv_act="gelu",
-        type_vocab_size=0, position_biased_input=False, pooler_hidden_size=1536, num_labels=2,
-        problem_type="single_label_classification",
-    )  # fmt: skip
-    batch = {"input_ids": _ids(samples, 128), "attention_mask": _ids(samples, 128)}
-    batch["labels"] = torch.empty(samples, dtype=torch.long, device="meta")
-    return lambda: transformers.DebertaV2ForSequenceClassification(config).train(), batch
-
-
-def blenderbot(samples: int) -> Any:
-    """Blenderbot-400M-distill; 128 tokens of source and 64 of target."""
-    config = _config(
-        "blenderbot",
-        d_model=1280, encoder_layers=2, decoder_layers=12, encoder_attention_heads=32,
-        decoder_attention_heads=32, encoder_ffn_dim=5120, decoder_ffn_dim=5120, vocab_size=8008,
-        max_position_embeddings=128, use_cache=False, attn_implementation="eager",
-    )  # fmt: skip
-    batch = {"input_ids": _ids(samples, 128), "attention_mask": _ids(samples, 128)}
-    batch["labels"] = _ids(samples, 64)
-    return lambda: transformers.BlenderbotForConditionalGeneration(config).train(), batch
-
-
-def gpt2_xl(samples: int) -> Any:
-    """GPT-2 XL; blocks of 128 tokens."""
-    config = _config(
-        "gpt2", n_embd=1600, n_layer=48, n_head=25, use_cache=False, attn_implementation="eager"
-    )
-    ids = _ids(samples, 128)
-    return lambda: transformers.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids}
+    ddp: bool = False
 
 
 ROWS = (
-    Row("DeBERTa-v2-xlarge", "DDP, stage 0", deberta, 8, 0, AUTOCAST),
+    Row("DeBERTa-v2-xlarge", "DDP", deberta, 8, 0, AUTOCAST, ddp=True),
+    Row("DeBERTa-v2-xlarge", "stage 0", deberta, None, 0, AUTOCAST),
     Row("DeBERTa-v2-xlarge", "stage 2", deberta, 40, 2, FP16),
+    Row("DeBERTa-v2-xlarge", "stage 2, 96 tokens", deberta_96, 40, 2, FP16),
+    Row("Blenderbot-400M", "DDP", blenderbot, 100, 0, AUTOCAST, ddp=True),
+    Row("Blenderbot-400M", "stage 0", blenderbot, None, 0, AUTOCAST),
     Row("Blenderbot-400M", "stage 2", blenderbot, 200, 2, FP16),
-    Row("GPT-2 XL", "DDP, stage 0", gpt2_xl, 0, 0, AUTOCAST, ranks=1),
-)
+    Row("GPT-2 XL", "DDP", gpt2_xl, 0, 0, AUTOCAST, ranks=1, ddp=True),
+    Row(
+        "GPT-2 XL", "stage 3, all in host memory", gpt2_xl, 16, 3, FP16,
+        {"offload_optimizer": TO_HOST, "offload_param": TO_HOST},
+    ),
+)  # fmt: skip
 
 
 def plan(row: Row, samples: int) -> Simulation:
     """One rank of a row with this micro-batch."""
-    build, batch = row.make(samples)
+    return simulated(row.make(samples), samples, row.ranks, row.stage, {**row.keys}, row.zero)
+
+
+def simulated(
+    made: tuple[Build, Inputs],
+    samples: int,
+    ranks: int,
+    stage: int,
+    keys: Mapping[str, Any],
+    zero: Mapping[str, Any] | None = None,
+    *,
+    with_events: bool = False,
+) -> Simulation:
+    """Rank 0 of ``ranks``, with AdamW and clipping."""
+    build, batch = made
     config = {
         "train_micro_batch_size_per_gpu": samples,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": row.stage, **row.zero},
-        **row.keys,
+        "zero_optimization": {"stage": stage, **(zero or {})},
+        **keys,
     }
-    mesh = Mesh(data_shard=row.ranks)
     return simulate(
-        sharded(build) if row.stage == 3 else build, config, (batch, None), mesh=mesh, rank=0,
-        loss_fn=loss_of, target="cuda",
+        sharded(build) if stage == 3 else build, config, (batch, None),
+        mesh=Mesh(data_shard=ranks), rank=0, loss_fn=loss_of, target="cuda", with_events=with_events,
     )  # fmt: skip
 
 
-def sharded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def sharded(build: Build) -> Build:
     """``build`` under ``zero.Init``."""
 
     def made() -> nn.Module:
@@ -136,27 +127,50 @@ def sharded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return made
 
 
+class Need(NamedTuple):
+    """Bytes of a rank on its device: as planned, and with the state of PyTorch's DDP."""
+
+    planned: int
+    ddp: int
+
+
+class Needs:
+    """What rows need. Rows of one model and stage share their simulations."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, int, int], Need] = {}
+
+    def __call__(self, row: Row, samples: int) -> int:
+        """Bytes of a row with this micro-batch."""
+        key = row.make, row.stage, samples
+        if key not in self._found:
+            found = plan(row, samples)
+            ddp = DDP_NBYTES * found.params_numel + found.activations_nbytes
+            self._found[key] = Need(found.peak_nbytes, ddp)
+        return self._found[key].ddp if row.ddp else self._found[key].planned
+
+
 def batches(rows: Sequence[Row] = ROWS) -> list[str]:
     """The table of the largest micro-batches."""
     limit = CARD_NBYTES - CONTEXT_NBYTES
     lines = [
-        "| model | how | ranks | published | planned | off | one sample, GB | each further, MB |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
+        "| model | how | ranks | published | planned | off | one sample, GB | this, GB | one more, GB |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
+    needs = Needs()
     for row in rows:
-        peaks: dict[int, int] = {}
 
-        def peak(samples: int, row: Row = row, peaks: dict[int, int] = peaks) -> int:
-            if samples not in peaks:
-                peaks[samples] = plan(row, samples).peak_nbytes
-            return peaks[samples]
+        def peak(samples: int, row: Row = row) -> int:
+            return needs(row, samples)
 
-        found = largest(peak, limit, near=row.published or 2)
-        high = max(peaks)
-        slope = (peaks[high] - peaks[1]) / (high - 1)
+        found = largest(peak, limit, near=row.published or 8)
+        sizes = [1, found, found + 1] if found else [1]
+        cells = [f"{peak(samples) / 1e9:.2f}" for samples in sizes] + [""] * (3 - len(sizes))
+        published = "" if row.published is None else row.published or "none"
+        distance = "" if row.published is None else off(row.published, found)
         lines.append(
-            f"| {row.model} | {row.how} | {row.ranks} | {row.published or 'none'} | {found or 'none'} | "
-            f"{off(row.published, found)} | {peaks[1] / 1e9:.2f} | {slope / 1e6:.0f} |"
+            f"| {row.model} | {row.how} | {row.ranks} | {published} | {found or 'none'} | {distance} | "
+            f"{' | '.join(cells)} |"
         )
         print(lines[-1], file=sys.stderr, flush=True)
     return lines
@@ -164,10 +178,11 @@ def batches(rows: Sequence[Row] = ROWS) -> list[str]:
 
 def largest(peak: Callable[[int], int], limit: int, *, near: int) -> int:
     """The most samples that fit; 0 if one does not. ``near``: where to look for the slope of the peak."""
-    slope = (peak(near) - peak(1)) / (near - 1)
     if peak(1) > limit:
         return 0
-    found = 1 + int((limit - peak(1)) / slope)
+    low, high = max(1, near // 2), near
+    slope = (peak(high) - peak(low)) / (high - low)
+    found = max(1, high + int((limit - peak(high)) // slope))
     while peak(found) > limit:
         found -= 1
     while peak(found + 1) <= limit:
@@ -193,51 +208,64 @@ def llama() -> list[str]:
     ]
     machine = load_machine("h100")
     for checkpointed in (False, True):
-        found = plan_llama(checkpointed=checkpointed)
-        time = step_time(found, machine, samples=16, tokens=16 * 8192)
+        made = llama_8b(2, checkpointed=checkpointed)
+        found = simulated(made, 2, 8, 3, BF16, with_events=True)
+        timed = step_time(found, machine, samples=16, tokens=16 * 8192)
         state = sum(
             found.nbytes(category)
             for category in ("parameters", "gradients", "master", "optimizer")
         )
         lines.append(
             f"| {'of every layer' if checkpointed else 'none'}: planned | "
-            f"{time.tokens / time.total_s / 8:,.0f} | {found.peak_nbytes / 2**30:.1f} | "
+            f"{timed.tokens / timed.total_s / 8:,.0f} | {found.peak_nbytes / 2**30:.1f} | "
             f"{state / 2**30:.1f} |"
         )
         print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 
-def plan_llama(*, checkpointed: bool, layers: int = 32) -> Simulation:
-    """One rank of eight."""
-    config = _config(
-        "llama",
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072,
-        use_cache=False, dtype="bfloat16",
-    )  # fmt: skip
+class LlavaRow(NamedTuple):
+    """A published run of LLaVA-1.5 on eight cards, 16 samples on each.
 
-    def build() -> nn.Module:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            model: Any = transformers.LlamaForCausalLM(config)
-        finally:
-            torch.set_default_dtype(before)
-        if checkpointed:
-            model.gradient_checkpointing_enable()
-        found: nn.Module = model.train()
-        return found
+    ``hours``: for the 665 thousand samples of its data; None: not published.
+    """
 
-    ids = _ids(2, 8192)
-    keys = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 3},
-    }  # fmt: skip
-    return simulate(
-        sharded(build), keys, ({"input_ids": ids, "labels": ids}, None), mesh=Mesh(data_shard=8),
-        rank=0, loss_fn=loss_of, target="cuda", with_events=True,
-    )  # fmt: skip
+    name: str
+    cards: str
+    gib: int
+    hours: int | None
+    made: tuple[Build, Inputs]
+
+
+SAMPLES = 665_000
+LLAVAS = (
+    LlavaRow("7B", "A100", 40, 10, llava(16, size="7B")),
+    LlavaRow("13B", "A100", 80, 20, llava(16, size="13B")),
+    LlavaRow("13B, LoRA", "A6000", 48, None, llava(16, size="13B", lora=True)),
+    LlavaRow("13B, projector last", "A100", 80, None, llava(16, size="13B", projector_last=True)),
+)
+
+
+def llavas(rows: Sequence[LlavaRow] = LLAVAS) -> list[str]:
+    """The table of LLaVA-1.5."""
+    lines = [
+        "| model | eight cards | published, hours | planned, hours | off | planned, GiB |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    machine = load_machine("a100")
+    for row in rows:
+        found = simulated(row.made, 16, 8, 3, BF16, with_events=row.hours is not None)
+        hours = ["", "", ""]
+        if row.hours is not None:
+            step_s = step_time(found, machine, samples=128, tokens=128 * 2048).total_s
+            planned = step_s * SAMPLES / 128 / 3600
+            hours = [str(row.hours), f"{planned:.1f}", off(row.hours, planned)]
+        lines.append(
+            f"| {row.name} | {row.cards}, {row.gib} GB | {' | '.join(hours)} | "
+            f"{found.peak_nbytes / 2**30:.1f} |"
+        )
+        print(lines[-1], file=sys.stderr, flush=True)
+    return lines
 
 
 def put(page: str, name: str, lines: list[str]) -> str:
@@ -247,12 +275,22 @@ def put(page: str, name: str, lines: list[str]) -> str:
     return "\n".join([f"{before}{begin}", *lines, f"{end}{after}"])
 
 
+def cost() -> list[str]:
+    """What this process needed so far."""
+    rss_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return [
+        f"The tool took {time.process_time():.0f} s of CPU in one process, whose memory was at most "
+        f"{rss_gib:.2f} GiB."
+    ]
+
+
 def main() -> None:
     """Plan all rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="put the tables into the page")
     write = parser.parse_args().write
-    tables = {BATCHES: batches(), LLAMA: llama()}
+    tables = {BATCHES: batches(), LLAMA: llama(), LLAVA: llavas()}
+    tables[COST] = cost()
     page = PAGE.read_text() if write else ""
     for name, lines in tables.items():
         print("\n".join(lines))
