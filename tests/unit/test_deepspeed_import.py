@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch.serialization import get_safe_globals
 
 from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader, is_deepspeed
+from zeroshard.checkpoint.deepspeed.unpickle import load_plain
 from zeroshard.checkpoint.reader import full
 from zeroshard.errors import CheckpointError
 
@@ -58,9 +59,8 @@ def deepspeed_classes():
                 made[cls] = type(cls, (), {"__module__": name})
                 setattr(module, cls, made[cls])
             if not classes:
-                made["Stage"] = Enum(
-                    "ZeroStageEnum", {"one": 1, "two": 2, "three": 3}, module=name, type=int
-                )
+                stages = {"optimizer_states": 1, "gradients": 2, "weights": 3}
+                made["Stage"] = Enum("ZeroStageEnum", stages, module=name, type=int)
                 module.ZeroStageEnum = made["Stage"]
         yield types.SimpleNamespace(**made)
 
@@ -296,6 +296,45 @@ def test_masters_and_moments_come_back(tmp_path, deepspeed_classes, stage, ranks
         assert parameter.scalars == {"step": ("F32", 3.0)}
         assert {key: t.dtype for key, t in parameter.tensors.items()} == dict.fromkeys(KEYS, "F32")
     assert saved.left_behind == []
+
+
+@pytest.mark.parametrize("written", ["Stage(3)", "getattr(Stage, 'weights')"])
+def test_a_stage_comes_back_in_both_forms_that_pythons_write(
+    tmp_path, deepspeed_classes, monkeypatch, written
+):
+    stage = deepspeed_classes.Stage
+    form = (stage, (3,)) if written == "Stage(3)" else (getattr, (stage, "weights"))
+    monkeypatch.setattr(stage, "__reduce_ex__", lambda _self, _protocol: form)
+    run = Run(3, 2, optim={"other": stage(3)})
+    check_values(DeepSpeedReader(write(tmp_path, run, deepspeed_classes)), run)
+
+
+def test_a_member_of_another_enum_is_a_placeholder_that_names_it(tmp_path):
+    name = "a_module_of_nobody"
+    module = types.ModuleType(name)
+    module.Colour = Enum("Colour", {"red": 1}, module=name)
+    module.Colour.__reduce_ex__ = lambda self, _protocol: (getattr, (type(self), self.name))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, name, module)
+        torch.save({"colour": module.Colour.red}, tmp_path / "file.pt")
+    found = load_plain(tmp_path / "file.pt", {})["colour"]
+    with pytest.raises(CheckpointError, match=r"an object of type a_module_of_nobody\.Colour"):
+        int(found)
+
+
+def test_getattr_reads_nothing_but_members_of_enums(tmp_path):
+    """``getattr`` of a known class would be a way to its methods, and from there to any code."""
+    torch.save({"it": _Reduced(getattr, (Namespace, "__init__"))}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match="cannot be read without running code"):
+        load_plain(tmp_path / "file.pt", {})
+
+
+class _Reduced:
+    def __init__(self, call, arguments):
+        self.form = call, arguments
+
+    def __reduce_ex__(self, _protocol):
+        return self.form
 
 
 @pytest.mark.parametrize("align", [4, 8])

@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from enum import IntEnum
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -49,10 +50,22 @@ _OPTIM = re.compile(
 )
 _PARTS = re.compile(r"layer_\d+.*\.pt|expp_rank_.*\.pt|expert_.*\.pt")  # pipelines and experts
 
+
+
+class _ZeroStage(IntEnum):
+    """DeepSpeed's names of the stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
 _LIKENESSES = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": Likeness,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Likeness,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _ZeroStage,
     "deepspeed.utils.tensor_fragment.fragment_address": Likeness,
 }
 _OWN = frozenset({

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,7 +85,20 @@ def _numpy_scalar(dtype: _NumpyDtype, data: Any) -> bool | int | float:
     return value
 
 
+def _member(owner: Any, name: str) -> Any:
+    """The value of an enum's member, which early versions of Python 3.11 save as ``getattr(enum, name)``.
+
+    Attributes of other classes are not read: methods would be a way to any code.
+    """
+    if isinstance(owner, EnumMeta):
+        return owner[name].value
+    if isinstance(owner, type) and issubclass(owner, Unread):
+        return owner()
+    raise ValueError(f"getattr of {owner!r}")
+
+
 _KNOWN: tuple[tuple[Any, str], ...] = (
+    (_member, "builtins.getattr"),
     (Namespace, "argparse.Namespace"),
     (_NumpyDtype, "numpy.dtype"),
     (_numpy_scalar, "numpy.core.multiarray.scalar"),
