@@ -51,7 +51,6 @@ _OPTIM = re.compile(
 _PARTS = re.compile(r"layer_\d+.*\.pt|expp_rank_.*\.pt|expert_.*\.pt")  # pipelines and experts
 
 
-
 class _ZeroStage(IntEnum):
     """DeepSpeed's names of the stages."""
 
