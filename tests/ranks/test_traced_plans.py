@@ -49,6 +49,7 @@ FAMILIES = {
     "opt": ("AutoModelForCausalLM", SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "gptj": ("AutoModelForCausalLM", GPTJ),
     "stablelm": ("AutoModelForCausalLM", SIZES | {"num_key_value_heads": 2}),
+    "persimmon": ("AutoModelForCausalLM", SIZES),  # with norms over the features of a head
 }
 
 

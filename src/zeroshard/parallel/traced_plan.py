@@ -103,7 +103,7 @@ def _traced_plan(model: nn.Module, size: int) -> dict[str, str]:
             reason = error
             continue
         _check_complete(model, plan)
-        return plan
+        return plan | _head_norms(small, tracer.inner_modules(guess, inside))
     raise reason
 
 
@@ -199,6 +199,16 @@ def _check_complete(model: nn.Module, plan: Mapping[str, str]) -> None:
                 raise _NoPlanError(f"a copy with {LAYERS} layers has no layer like {name!r}")
 
 
+def _head_norms(small: nn.Module, inner: Sequence[str]) -> dict[str, str]:
+    """The style of modules inside a pair. ``inner``: those that have parameters."""
+    for name in inner:
+        if kind_of(small.get_submodule(name)) != "norm":
+            raise _NoPlanError(
+                f"{name!r} has parameters that act on what one tensor rank computes; only norms can"
+            )
+    return {generic(name): "head_norm" for name in inner}
+
+
 # ---------------------------------------------------------------------- trial runs
 
 
@@ -250,9 +260,9 @@ class _Tracer:
         self._small, self._inputs = small, inputs
 
     def _run(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
-        """The floating-point tensors in the output."""
+        """The floating-point tensors in the output. Has a graph if one of ``weights`` requires it."""
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(any(w.requires_grad for w in weights.values())):
                 made = torch.func.functional_call(self._small, dict(weights), (), self._inputs)
         except Exception as error:  # whatever the model's forward raises
             raise _NoPlanError(f"a trial run failed: {type(error).__name__}: {error}") from error
@@ -299,20 +309,59 @@ class _Tracer:
         sums = (sum(parts[1:], parts[0]) for parts in zip(*addends, strict=True))
         return all(map(_equal, sums, whole))
 
+    def inner_modules(self, guess: _Guess, inside: tuple[str, ...]) -> list[str]:
+        """Modules between column-parallel and row-parallel layers that have parameters.
+
+        A rank computes the gradients of these from its own heads only, so they must be added. They are
+        found by a backward from the row-parallel results to the inputs of column-parallel layers.
+        ``inside``: the prefixes of the blocks.
+        """
+        params = {
+            name: param.detach().requires_grad_()
+            for name, param in self._small.named_parameters()
+            if name.startswith(inside) and name.rpartition(".")[0] not in guess.layers
+        }
+        if not params:
+            return []
+        parts: list[Tensor] = []
+
+        def replace(_name: str, y: Tensor) -> Tensor:
+            parts.append(y)
+            return y.detach()
+
+        ups = {n: guess.layers[n] for n, style in guess.styles.items() if style.startswith("col")}
+        downs = {n: guess.layers[n] for n, style in guess.styles.items() if style == "rowwise"}
+        with _calls(ups, lambda _, own, x: own(x.detach())), _results(downs, replace):
+            self._run(params)
+        total = sum((y @ y.new_ones(y.shape[-1])).square().sum() for y in parts if y.requires_grad)
+        if not isinstance(total, Tensor):
+            return []
+        grads = torch.autograd.grad(total, [*params.values()], allow_unused=True)
+        found = [
+            n for n, grad in zip(params, grads, strict=True) if grad is not None and grad.any()
+        ]
+        return list(dict.fromkeys(name.rpartition(".")[0] for name in found))
+
 
 @contextmanager
 def _results(
     layers: Mapping[str, nn.Module], seen: Callable[[str, Tensor], Tensor]
 ) -> Iterator[None]:
     """Pass the result of each forward of the layers through ``seen(name, result)``."""
+    with _calls(layers, lambda name, own, x: seen(name, own(x))):
+        yield
 
-    def forward(name: str, own: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return seen(name, own(x))
 
+@contextmanager
+def _calls(
+    layers: Mapping[str, nn.Module],
+    call: Callable[[str, Callable[[Tensor], Tensor], Tensor], Tensor],
+) -> Iterator[None]:
+    """Let ``call(name, forward, x)`` do each forward of the layers."""
     before = {name: layer.forward for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
-            layer.forward = partial(forward, name, before[name])  # type: ignore[method-assign]
+            layer.forward = partial(call, name, before[name])  # type: ignore[method-assign]
         yield
     finally:
         for name, layer in layers.items():

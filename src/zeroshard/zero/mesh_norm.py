@@ -255,5 +255,7 @@ class MeshExchange:
             f"The ranks of a tensor group got different gradients of {where}{seen}, although each of "
             "them computes the same gradient of it. They were given different samples, or drew "
             "different dropout masks. Choose samples by engine.dp_rank and engine.dp_size, which are "
-            "equal in a tensor group, and seed the ranks of a tensor group alike."
+            "equal in a tensor group, and seed the ranks of a tensor group alike. Or this parameter acts "
+            "on what only one rank computes, between the cut layers: a norm over heads needs the style "
+            "'head_norm' in the plan; other modules cannot be there."
         )
