@@ -32,7 +32,7 @@ def found(limit: int, *, aim: Any = "speed", samples: int = 12, bend: int = 0, *
         return SimpleNamespace(peak_nbytes=nbytes, fits=nbytes <= limit)
 
     keys = {"can_checkpoint": True, **keys}
-    result = search(simulated, {}, aim=aim, samples=samples, **keys)
+    result = search(simulated, {}, aim=aim, samples={None: samples}, **keys)
     assert len(set(made)) == len(made) == result.simulations
     return result
 
@@ -79,7 +79,7 @@ def test_a_peak_that_does_not_depend_on_small_batches_costs_few_simulations():
         nbytes = max(900, 30 * candidate.micro_batch)
         return SimpleNamespace(peak_nbytes=nbytes, fits=nbytes <= 1000)
 
-    result = search(simulated, {}, aim="speed", samples=360, can_checkpoint=False)
+    result = search(simulated, {}, aim="speed", samples={None: 360}, can_checkpoint=False)
     assert result.chosen == Candidate(Strategy(0), False, 30, 12)
     assert len(made) <= 8
 

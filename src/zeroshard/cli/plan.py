@@ -57,6 +57,14 @@ def plan_command(
             "fastest, or those with the smallest peak."
         ),
     ] = None,
+    fit_axes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES",
+            help='The axes of the mesh that --fit may choose: "tensor", for all sizes that divide the '
+            'ranks and a node, or "tensor=1,4", for these. Default: the mesh stays.',
+        ),
+    ] = None,
     machine: Annotated[
         str | None,
         typer.Option(
@@ -110,6 +118,7 @@ def plan_command(
     from rich.console import Console  # imports torch and more; only this command needs them
 
     from zeroshard.config.machine_file import load_machine
+    from zeroshard.planner.axes import read_axes
     from zeroshard.planner.fit import fit as fit_run
     from zeroshard.planner.plan import make_plan, plan_of_largest_batch
     from zeroshard.planner.plan_text import show, show_fit
@@ -121,14 +130,19 @@ def plan_command(
                 "--html and --trace are of one plan, and --fit makes several. Leave them out, and "
                 "plan the configuration that it prints with them."
             )
+    if fit is None and fit_axes is not None:
+        with errors_told():
+            raise UsageError("--fit-axes says what --fit may choose, which is not given.")
     if fit is not None:
         with errors_told():
             if batch is not None:
                 raise UsageError("--fit chooses the micro-batch. Leave --batch out.")
+            axes = None if fit_axes is None else read_axes(fit_axes)
             computer = None if machine is None else load_machine(machine)
             searched = fit_run(
                 model, Path(config), aim=fit.value, ranks=ranks, length=seq, memory_gib=memory,
                 machine=computer, target=None if target is None else target.value,
+                axes=axes,
             )  # fmt: skip
         if as_json:
             print(json.dumps(searched.as_dict(), indent=1))

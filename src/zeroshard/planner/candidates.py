@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from zeroshard.planner.plan import Plan
 
@@ -36,23 +36,65 @@ STRATEGIES = (
 )
 """From the fastest to the one that needs the least device memory. Stages 1 and 2 are as fast."""
 
+LEVELS = (STRATEGIES[:2], *((group,) for group in STRATEGIES[2:]))
+"""Groups of strategies that are tried with every tensor size before the next ones are. Those of the
+first level neither gather parameters for forward nor offload anything."""
+
+
+class StrategyKind(NamedTuple):
+    """What candidates have in common that differ in the micro-batch only.
+
+    ``tensor``: tensor ranks; None: as the configuration says.
+    """
+
+    strategy: Strategy
+    checkpointing: bool
+    tensor: int | None = None
+
+
+def kinds_by_experience(
+    tensors: Sequence[int | None], *, can_checkpoint: bool
+) -> Iterator[StrategyKind]:
+    """Every kind, the fastest first as far as this is known without a machine."""
+    for level in LEVELS:
+        for tensor in tensors:
+            for group in level:
+                for on in (False, True) if can_checkpoint else (False,):
+                    for strategy in group:
+                        yield StrategyKind(strategy, on, tensor)
+
 
 @dataclass(frozen=True)
 class Candidate:
-    """One configuration. ``micro_batch`` times ``accumulation`` samples are a rank's part of a step."""
+    """One configuration. ``micro_batch`` times ``accumulation`` samples are a rank's part of a step.
+
+    ``tensor``: tensor ranks, which have the same samples; None: as the configuration says.
+    """
 
     strategy: Strategy
     checkpointing: bool
     micro_batch: int
     accumulation: int
+    tensor: int | None = None
+
+    @property
+    def kind(self) -> StrategyKind:
+        """What it has in common with other micro-batches."""
+        return StrategyKind(self.strategy, self.checkpointing, self.tensor)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the axes of the mesh that were searched."""
+        return {} if self.tensor is None else {"tensor": self.tensor}
 
     @property
     def text(self) -> str:
         """In words."""
         how = "with" if self.checkpointing else "without"
+        axes = "".join(f", {axis} {size}" for axis, size in self.axes.items())
         return (
-            f"{self.strategy.text}, {how} activation checkpointing, micro-batch {self.micro_batch} x "
-            f"accumulation {self.accumulation}"
+            f"{self.strategy.text}{axes}, {how} activation checkpointing, micro-batch "
+            f"{self.micro_batch} x accumulation {self.accumulation}"
         )
 
     def config(self, base: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,12 +111,34 @@ class Candidate:
                 is_away = given.get("device") not in (None, "none")
                 zero[key] = given if is_away else {**given, "device": "cpu"}
         others = {key: value for key, value in base.items() if key != "train_batch_size"}
+        if self.tensor is not None:
+            others = with_tensor_ranks(others, self.tensor)
         return {  # train_batch_size follows from micro-batch, accumulation and ranks
             **others,
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
             "zero_optimization": {**zero, "stage": self.strategy.stage},
         }
+
+
+def candidates_of(kind: StrategyKind, samples: int) -> list[Candidate]:
+    """Those of a kind for the ``samples`` of a rank in a step, by increasing micro-batch."""
+    strategy, on, tensor = kind
+    sizes = [size for size in range(1, samples + 1) if samples % size == 0]
+    return [Candidate(strategy, on, size, samples // size, tensor) for size in sizes]
+
+
+def with_tensor_ranks(base: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """``base`` with ``size`` tensor ranks, over which the engine cuts the model by itself."""
+    made = dict(base)
+    for section, own in {"tensor_parallel": ("autotp_size", "tp"), "parallel": ("tensor",)}.items():
+        given = made.pop(section, None) or {}
+        rest = {key: value for key, value in given.items() if key not in own}
+        if section == "tensor_parallel" and size > 1:
+            rest["autotp_size"] = size
+        if rest:
+            made[section] = rest
+    return made
 
 
 @dataclass(frozen=True)
@@ -95,7 +159,7 @@ class Judged:
         """Everything, for JSON."""
         own = self.candidate
         return {
-            "strategy": own.strategy.text, "stage": own.strategy.stage,
+            "strategy": own.strategy.text, "stage": own.strategy.stage, "axes": own.axes,
             "checkpointing": own.checkpointing, "micro_batch": own.micro_batch,
             "accumulation": own.accumulation, "peak_nbytes": self.peak_nbytes,
             "seconds": self.seconds, "simulated": self.simulated, "why": self.why,
@@ -108,7 +172,7 @@ class Fit:
 
     ``judged``: every candidate. ``larger``: the next larger micro-batch like the chosen one, simulated;
     None: the chosen one is the largest, or the aim is "memory". ``order``: where the order of speed is
-    from.
+    from. ``refused``: tensor sizes that no candidate can have, with the reason.
     """
 
     aim: Aim
@@ -119,6 +183,7 @@ class Fit:
     larger: Judged | None
     simulations: int
     order: str
+    refused: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -134,6 +199,7 @@ class Fit:
             "config": dict(self.config),
             "next_larger": None if self.larger is None else self.larger.as_dict(),
             "simulations": self.simulations,
+            "refused": {f"tensor {size}": why for size, why in self.refused.items()},
             "candidates": [each.as_dict() for each in self.judged],
             "plan": self.plan.as_dict(),
         }  # fmt: skip

@@ -1,67 +1,88 @@
 """Searches the configuration with the smallest predicted time of a step, by few simulations.
 
-A kind is a stage, with or without offload and checkpointing. One simulation of each kind that may win
-gives its bytes and the events of its step. How both grow with the micro-batch is the same for kinds with
-the same activations, so it is read from two simulations that differ in one sample: the peak of each phase
-is a line, and the work of each operation too. Collectives do not depend on the micro-batch. With this,
-hundreds of candidates are timed without simulating them.
+A kind is a stage, with or without offload and checkpointing, on a number of tensor ranks. One simulation
+of each kind that may win gives its bytes and the events of its step. How both grow with the micro-batch
+is the same for kinds with the same activations, so it is read from two simulations that differ in one
+sample: the peak of each phase is a line, and so are the work of each operation and the bytes of each
+collective of a layer. Those of the engine do not depend on the micro-batch. With this, hundreds of
+candidates are timed without simulating them.
 
-Offload and checkpointing add work and take none away. So a kind whose time cannot be below that of the
-same kind without them is left out if something faster fits. The winner is simulated, and so is the next
-larger micro-batch; if one of them is not what the lines said, the next best candidate is the winner.
+What cannot win is not simulated. A kind whose states alone are too large does not fit; they follow from
+those of another stage. Offload and checkpointing add work and take none away, so a kind whose time cannot
+be below that of the same kind without them is left out if something faster fits. Kinds with the same
+activations and the same number of tensor ranks do the same operations, whatever they gather and reduce:
+what these take is the least for all of them, with or without checkpointing. The winner is simulated, and
+so is the next larger micro-batch; if one of them is not what the lines said, the next best candidate is
+the winner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from zeroshard.config.machine_file import MachineFile, Values
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import UsageError
-from zeroshard.planner.candidates import STRATEGIES, Candidate, Fit, Judged, Strategy
+from zeroshard.planner.candidates import (
+    STRATEGIES,
+    Candidate,
+    Fit,
+    Judged,
+    Strategy,
+    StrategyKind,
+    candidates_of,
+)
+from zeroshard.planner.least_states import least_states_nbytes, offloadable_nbytes
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulate import Simulation
-from zeroshard.planner.step_log import Operation, StepEvent
-from zeroshard.planner.step_time import Prices, step_time
+from zeroshard.planner.step_log import Begun, Ended, Operation, StepEvent, is_of_layers
+from zeroshard.planner.step_time import Prices, step_seconds
 from zeroshard.planner.work import Work, along
 
 LOW, HIGH = 2, 3
 """Samples of the micro-batches between which lines are drawn. With one sample some operations differ."""
 
 
-class StrategyKind(NamedTuple):
-    """What candidates have in common that differ in the micro-batch only."""
-
-    strategy: Strategy
-    checkpointing: bool
+SAME = 0.99
+"""The part of the time of a stage's operations that those of other stages take for certain."""
 
 
-KINDS = [
-    StrategyKind(strategy, on) for on in (False, True) for group in STRATEGIES for strategy in group
-]
-"""Every kind after those that it adds to. Of equally fast ones the first is chosen."""
+def kinds_of(tensor: int | None, *, can_checkpoint: bool = True) -> list[StrategyKind]:
+    """Every kind of a number of tensor ranks, after those that it adds to. Of equally fast ones the first
+    is chosen."""
+    choices = (False, True) if can_checkpoint else (False,)
+    return [
+        StrategyKind(strategy, on, tensor)
+        for on in choices
+        for group in STRATEGIES
+        for strategy in group
+    ]
 
 
 def less_than(kind: StrategyKind) -> list[StrategyKind]:
     """The kinds that ``kind`` adds one thing to: offload or checkpointing."""
     own, found = kind.strategy, []
     if kind.checkpointing:
-        found.append(StrategyKind(own, False))
+        found.append(kind._replace(checkpointing=False))
     if own.params:
-        found.append(StrategyKind(replace(own, params=False), kind.checkpointing))
+        found.append(kind._replace(strategy=replace(own, params=False)))
     elif own.optimizer:
-        found.append(StrategyKind(replace(own, optimizer=False), kind.checkpointing))
+        found.append(kind._replace(strategy=replace(own, optimizer=False)))
     return found
 
 
 @dataclass(frozen=True)
 class Growth:
-    """How a step grows with each sample of the micro-batch. By phase: bytes; by operation: work."""
+    """How a step grows with each sample of the micro-batch. By phase: bytes; by operation: work.
+
+    ``layers``: by the bytes of a collective of layers with ``LOW`` samples, those with ``HIGH``.
+    """
 
     phases: Mapping[str, int]
     works: Mapping[Work, Work]
+    layers: Mapping[int, int]
 
     @classmethod
     def between(cls, low: Simulation, high: Simulation) -> Growth:
@@ -75,22 +96,32 @@ class Growth:
                 for name, moment in high.moments.items()
             },
             dict(pairs) if same else {work: _grown(work) for work in before},
+            _grown_layers(low.events, high.events),
         )
 
-    def events(self, low: Sequence[StepEvent], size: int) -> list[StepEvent]:
-        """The events of a step with ``LOW`` samples as they are with ``size``."""
-        part = (size - LOW) / (HIGH - LOW)
-        made: dict[Work, Work] = {}
-        found: list[StepEvent] = []
-        for event in low:
-            if not isinstance(event, Operation) or event.work not in self.works:
-                found.append(event)
-                continue
-            work = event.work
-            if work not in made:
-                made[work] = along(work, self.works[work], part)
-            found.append(Operation(event.phase, made[work]))
-        return found
+    def at(self, size: int) -> _GrownStep:
+        """A step with ``size`` samples."""
+        return _GrownStep(self, (size - LOW) / (HIGH - LOW))
+
+
+@dataclass(frozen=True)
+class _GrownStep:
+    """What a step with ``LOW`` samples does with another number. ``part``: 0 with LOW, 1 with HIGH."""
+
+    growth: Growth
+    part: float
+
+    def work(self, low: Work) -> Work:
+        """An operation."""
+        high = self.growth.works.get(low)
+        return low if high is None else along(low, high, self.part)
+
+    def nbytes(self, begun: Begun) -> int:
+        """A collective."""
+        low = begun.nbytes
+        if not is_of_layers(begun.key):
+            return low
+        return max(0, round(low + self.part * (self.growth.layers.get(low, low) - low)))
 
 
 def _grown(work: Work) -> Work:
@@ -99,8 +130,36 @@ def _grown(work: Work) -> Work:
     return along(nothing, work, HIGH / LOW)
 
 
+def _grown_layers(low: Sequence[StepEvent], high: Sequence[StepEvent]) -> dict[int, int]:
+    before, after = (
+        [e.nbytes for e in events if isinstance(e, Begun) and is_of_layers(e.key)]
+        for events in (low, high)
+    )
+    if len(before) != len(after):  # other operations: all of it grows
+        return {nbytes: nbytes * HIGH // LOW for nbytes in before}
+    return dict(zip(before, after, strict=True))
+
+
 def _works(events: Sequence[StepEvent]) -> list[Work]:
     return [e.work for e in events if isinstance(e, Operation) and e.phase != "step"]
+
+
+def without_engine(found: Simulation, *, with_update: bool) -> Simulation:
+    """A step without collectives of the engine, and without its update if that is not wanted.
+
+    Collectives that layers call stay.
+    """
+    kept: list[StepEvent] = []
+    starts = []
+    for at, event in enumerate(found.events):
+        if at in found.starts:
+            starts.append(len(kept))
+        if isinstance(event, Operation):
+            if event.phase != "step" or with_update:
+                kept.append(event)
+        elif isinstance(event, (Begun, Ended)) and is_of_layers(event.key):
+            kept.append(event)
+    return replace(found, events=tuple(kept), starts=tuple(starts))
 
 
 @dataclass
@@ -136,24 +195,53 @@ class _Search:
     """What is known of every kind and candidate."""
 
     def __init__(
-        self, simulated: Callable[[Candidate], Plan], machine: MachineFile, samples: int
+        self,
+        simulated: Callable[[Candidate], Plan],
+        machine: MachineFile,
+        samples: Mapping[int | None, int],
+        kinds: Sequence[StrategyKind],
     ) -> None:
         self._simulated = simulated
         self._machine = machine
         self._samples = samples
-        self.sizes = [size for size in range(1, samples + 1) if samples % size == 0]
+        self._rank = {kind: at for at, kind in enumerate(kinds)}
         self.plans: dict[Candidate, Plan] = {}
         self.known: dict[StrategyKind, _Known] = {}
         self.left_out: dict[
             StrategyKind, float
         ] = {}  # seconds that no candidate of the kind is below
+        self.too_large: dict[StrategyKind, int] = {}  # the least bytes of its states
         self.untimed: dict[StrategyKind, str] = {}
-        self._growth: dict[bool, Growth] = {}
+        self._growth: dict[tuple[int | None, bool], Growth] = {}
+        self._model_s: dict[tuple[int | None, bool], float] = {}  # of operations that all stages do
         self.simulations = 0
 
     def candidates(self, kind: StrategyKind) -> list[Candidate]:
         """Those of a kind, by increasing micro-batch."""
-        return [Candidate(*kind, size, self._samples // size) for size in self.sizes]
+        return candidates_of(kind, self._samples[kind.tensor])
+
+    def look_at(self, kinds: Sequence[StrategyKind]) -> None:
+        """Look at the kinds of a number of tensor ranks, first at one that is likely to be fast."""
+        best = min(self.fitting(), key=lambda at: at[:2], default=None)
+        likely = Strategy(2) if best is None else best[2].strategy
+        for kind in sorted(kinds, key=lambda kind: kind.strategy != likely or kind.checkpointing):
+            least_nbytes, limit_nbytes = self._least_nbytes(kind)
+            if least_nbytes > limit_nbytes:
+                self.too_large[kind] = least_nbytes
+            else:
+                self.look(kind)
+
+    def _least_nbytes(self, kind: StrategyKind) -> tuple[int, int]:
+        """Bytes that all candidates of the kind hold, as far as is known, and the limit."""
+        found, limit_nbytes = 0, 0
+        for other, known in self.known.items():
+            plan = known.plan
+            tensor = kind.tensor or plan.mesh.tensor
+            nbytes = least_states_nbytes(
+                plan.simulation, other.strategy.stage, kind.strategy, tensor
+            )
+            found, limit_nbytes = max(found, nbytes), limit_of_plan(plan)
+        return found, limit_nbytes
 
     def look(self, kind: StrategyKind) -> None:
         """Simulate a kind with few samples and time its candidates, unless none can be the fastest.
@@ -167,10 +255,12 @@ class _Search:
             return
         try:
             found = self._look(kind)
-            for own in self.candidates(kind):
+            ways = self.candidates(kind)
+            for own in ways:
                 fits = found.peak_nbytes(own.micro_batch) <= limit_of_plan(found.plan)
-                if fits or own.micro_batch == self.sizes[-1]:
+                if fits or own == ways[-1]:
                     found.seconds[own.micro_batch] = self._seconds(found, own)
+            self._note_model(kind, found, ways[-1])
         except UsageError as error:
             if not self.known:
                 raise
@@ -179,14 +269,24 @@ class _Search:
         self.known[kind] = found
 
     def _look(self, kind: StrategyKind) -> _Known:
-        if self._samples == 1:
-            return _Known(self._run(Candidate(*kind, 1, 1)), None, 1)
-        low = self._run(Candidate(*kind, LOW, 2))
-        on = kind.checkpointing
-        if on not in self._growth:
-            high = self._run(Candidate(*kind, HIGH, 2))
-            self._growth[on] = Growth.between(low.simulation, high.simulation)
-        return _Known(low, self._growth[on], LOW)
+        strategy, on, tensor = kind
+        if self._samples[tensor] == 1:
+            return _Known(self._run(Candidate(strategy, on, 1, 1, tensor)), None, 1)
+        low = self._run(Candidate(strategy, on, LOW, 2, tensor))
+        if (tensor, on) not in self._growth:
+            high = self._run(Candidate(strategy, on, HIGH, 2, tensor))
+            self._growth[tensor, on] = Growth.between(low.simulation, high.simulation)
+        return _Known(low, self._growth[tensor, on], LOW)
+
+    def _note_model(self, kind: StrategyKind, known: _Known, largest: Candidate) -> None:
+        """Note what the model alone takes with the largest micro-batch, which is the fastest."""
+        stage, found = kind.strategy.stage, known.plan.simulation
+        on_device = found.updated.tier == Tier.DEVICE.name
+        # a higher stage updates less on a rank than stage 0, and as much as other higher ones
+        model = without_engine(found, with_update=stage > 0 and on_device)
+        seconds = SAME * self._seconds(known, largest, model)
+        key = kind.tensor, kind.checkpointing
+        self._model_s[key] = max(self._model_s.get(key, 0.0), seconds)
 
     def _run(self, candidate: Candidate) -> Plan:
         self.simulations += 1
@@ -195,22 +295,21 @@ class _Search:
     def simulate(self, candidate: Candidate) -> None:
         """Replace what is estimated of a candidate by a simulation."""
         plan = self.plans[candidate] = self._run(candidate)
-        known, size = self.known[_kind(candidate)], candidate.micro_batch
+        known, size = self.known[candidate.kind], candidate.micro_batch
         known.peaks[size] = plan.peak_nbytes
         assert plan.time is not None  # a machine was given
         known.seconds[size] = plan.time.total_s
 
-    def _seconds(self, known: _Known, own: Candidate) -> float:
-        found = known.plan.simulation
-        if known.growth is not None:
-            events = tuple(known.growth.events(found.events, own.micro_batch))
-            found = replace(found, events=events)
-        time = step_time(found, self._machine, samples=1, tokens=0, micro_batches=own.accumulation)
-        return time.total_s
+    def _seconds(self, known: _Known, own: Candidate, found: Simulation | None = None) -> float:
+        """Seconds of a candidate's step. ``found``: the step that counts; None: that of its kind."""
+        grown = None if known.growth is None else known.growth.at(own.micro_batch)
+        chosen = known.plan.simulation if found is None else found
+        return step_seconds(chosen, self._machine, micro_batches=own.accumulation, grown=grown)
 
     def _least_s(self, kind: StrategyKind) -> float:
-        """What no candidate of the kind takes less than, by the kinds that it adds to."""
-        found = 0.0
+        """What no candidate of the kind takes less than, by kinds that it adds to or shares work with."""
+        found = self._model_s.get((kind.tensor, False), 0.0)
+        found = max(found, self._model_s.get((kind.tensor, kind.checkpointing), 0.0))
         for parent in less_than(kind):
             if parent in self.left_out:
                 found = max(found, self.left_out[parent])
@@ -219,8 +318,22 @@ class _Search:
                 added = 0.0
                 if kind.strategy.optimizer and not parent.strategy.optimizer:
                     added = self._offload_s(known.plan.simulation)
-                found = max(found, min(known.seconds.values()) + added)
+                found = max(found, self._fastest_s(kind, parent, known) + added)
         return found
+
+    def _fastest_s(self, kind: StrategyKind, parent: StrategyKind, known: _Known) -> float:
+        """The least seconds of a kind that another one adds to, with micro-batches that both may have."""
+        least_s = min(known.seconds.values())
+        if kind.checkpointing != parent.checkpointing:
+            return least_s  # its activations are smaller
+        spared = offloadable_nbytes(known.plan.simulation, kind.strategy)
+        limit_nbytes = limit_of_plan(known.plan) + spared
+        for own in self.candidates(parent):
+            size = own.micro_batch
+            if known.peak_nbytes(size) <= limit_nbytes and size not in known.seconds:
+                known.seconds[size] = self._seconds(known, own)
+        ways = [s for size, s in known.seconds.items() if known.peak_nbytes(size) <= limit_nbytes]
+        return min(ways, default=least_s)
 
     def _offload_s(self, found: Simulation) -> float:
         """What the update in host memory takes more than on the device; 0 if that is not known."""
@@ -234,7 +347,8 @@ class _Search:
 
     def fitting(self) -> Iterator[tuple[float, int, Candidate]]:
         """Seconds, number and candidate, of those that fit as far as is known."""
-        for at, (kind, known) in enumerate(self.known.items()):
+        for kind, known in self.known.items():
+            at = self._rank[kind]
             for own in self.candidates(kind):
                 if known.peak_nbytes(own.micro_batch) <= limit_of_plan(known.plan):
                     if own.micro_batch not in known.seconds:  # a simulation moved the line
@@ -246,7 +360,7 @@ class _Search:
 
     def after(self, own: Candidate) -> Candidate | None:
         """The candidate with the next larger micro-batch."""
-        ways = self.candidates(_kind(own))
+        ways = self.candidates(own.kind)
         return next((way for way in ways if way.micro_batch > own.micro_batch), None)
 
     def smallest(self) -> Candidate:
@@ -264,17 +378,17 @@ class _Search:
             if best_s == float("inf"):
                 todo = [] if best in self.plans else [best]
             again = [kind for kind, least_s in self.left_out.items() if least_s < best_s]
+            if best_s == float("inf"):  # the smallest is told
+                peak_nbytes = self.known[best.kind].peak_nbytes(best.micro_batch)
+                again += [kind for kind, least in self.too_large.items() if least < peak_nbytes]
             if todo:
                 self.simulate(todo[0])
             elif again:
-                del self.left_out[again[0]]
+                self.left_out.pop(again[0], None)
+                self.too_large.pop(again[0], None)
                 self.look(again[0])
             else:
                 return None if best_s == float("inf") else best
-
-
-def _kind(own: Candidate) -> StrategyKind:
-    return StrategyKind(own.strategy, own.checkpointing)
 
 
 def limit_of_plan(plan: Plan) -> int:
@@ -288,20 +402,22 @@ def search_by_time(
     base: Mapping[str, Any],
     machine: MachineFile,
     *,
-    samples: int,
+    samples: Mapping[int | None, int],
     can_checkpoint: bool,
 ) -> Fit:
     """The candidate with the smallest predicted time of a step among those that fit.
 
-    ``simulated`` gives a candidate's plan with its time. ``samples``: of one rank in a step.
+    ``simulated`` gives a candidate's plan with its time. ``samples``: of one rank in a step, by number of
+    tensor ranks; None: as the configuration says.
 
     Raises:
         UsageError: the machine file lacks a number that every step needs.
     """
-    search = _Search(simulated, machine, samples)
-    kinds = [kind for kind in KINDS if can_checkpoint or not kind.checkpointing]
-    for kind in kinds:
-        search.look(kind)
+    groups = [kinds_of(tensor, can_checkpoint=can_checkpoint) for tensor in samples]
+    kinds = [kind for group in groups for kind in group]
+    search = _Search(simulated, machine, samples, kinds)
+    for group in groups:
+        search.look_at(group)
     chosen = search.settle()
     best = chosen or search.smallest()
     judged = [
@@ -321,9 +437,14 @@ def _judged(
     """Why a candidate was not chosen."""
     if kind in search.untimed:
         return Judged(own, None, None, False, f"not timed: {search.untimed[kind]}")
+    if kind in search.too_large:
+        why = (
+            f"does not fit: its states alone take {search.too_large[kind] / 2**30:.2f} GiB or more"
+        )
+        return Judged(own, None, None, False, why)
     if kind in search.left_out:
         least_s = search.left_out[kind]
-        why = f"takes {1e3 * least_s:.4g} ms or more: it adds work to a kind that takes this"
+        why = f"takes {1e3 * least_s:.4g} ms or more: other kinds that do no more work take this"
         return Judged(own, None, None, False, why)
     known, size = search.known[kind], own.micro_batch
     peak_nbytes, seconds = known.peak_nbytes(size), known.seconds.get(size)
@@ -335,6 +456,6 @@ def _judged(
     elif chosen is None or seconds is None:
         why = "fits"
     else:
-        best_s = search.known[_kind(chosen)].seconds[chosen.micro_batch]
+        best_s = search.known[chosen.kind].seconds[chosen.micro_batch]
         why = f"slower by {seconds / best_s - 1:.1%}"
     return Judged(own, peak_nbytes, seconds, own in search.plans, why)

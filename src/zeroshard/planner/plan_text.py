@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zeroshard.planner.candidates import Fit, Judged
+from zeroshard.planner.candidates import Fit, Judged, StrategyKind
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulate import highest
@@ -62,9 +62,16 @@ def show_fit(fit: Fit, console: Console) -> None:
             f"({(larger.peak_nbytes or 0) / GIB:.2f} GiB)",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
+    for size, why in fit.refused.items():
+        console.print(
+            escape(f"tensor {size} is not possible: {why}"), highlight=False, soft_wrap=True
+        )
     left_out = len(kinds_of(fit)) - table.row_count
     if left_out:
-        console.print(f"{left_out} kinds are not in the table: they are slower", highlight=False)
+        console.print(
+            f"{left_out} kinds are not in the table: by arithmetic they are slower or too large",
+            highlight=False,
+        )
     console.print(
         f"{fit.count} configurations by {fit.simulations} simulations; --json has why each was not "
         f"chosen. {fit.order}\n",
@@ -74,30 +81,31 @@ def show_fit(fit: Fit, console: Console) -> None:
 
 
 def _best_of_kinds(fit: Fit) -> Table:
-    """One row for each stage, offload and checkpointing: of what fits the fastest."""
+    """One row for each stage, offload, mesh and checkpointing: of what fits the fastest."""
+    axes = list(dict.fromkeys(axis for each in fit.judged for axis in each.candidate.axes))
     table = Table(
-        "configuration", "checkpointing", "micro-batch", "peak GiB", "step", "",
+        "configuration", *axes, "checkpointing", "micro-batch", "peak GiB", "step", "",
         title="the best of each kind",
     )  # fmt: skip
-    for (text, checkpointing), rows in kinds_of(fit).items():
+    for kind, rows in kinds_of(fit).items():
         best = min(rows, key=_rank)
         if best.peak_nbytes is None:  # left out
             continue
         peak, seconds = best.peak_nbytes, best.seconds
         table.add_row(
-            text, _yes(checkpointing), str(best.candidate.micro_batch),
+            kind.strategy.text, *(str(best.candidate.axes[axis]) for axis in axes),
+            _yes(kind.checkpointing), str(best.candidate.micro_batch),
             f"{peak / GIB:.2f}", "" if seconds is None else _s(seconds),
             escape(best.why),
         )  # fmt: skip
     return table
 
 
-def kinds_of(fit: Fit) -> dict[tuple[str, bool], list[Judged]]:
-    """The candidates of each stage and offload, with or without checkpointing."""
-    kinds: dict[tuple[str, bool], list[Judged]] = {}
+def kinds_of(fit: Fit) -> dict[StrategyKind, list[Judged]]:
+    """The candidates of each stage, offload and mesh, with or without checkpointing."""
+    kinds: dict[StrategyKind, list[Judged]] = {}
     for each in fit.judged:
-        own = each.candidate
-        kinds.setdefault((own.strategy.text, own.checkpointing), []).append(each)
+        kinds.setdefault(each.candidate.kind, []).append(each)
     return kinds
 
 

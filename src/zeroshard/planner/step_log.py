@@ -88,7 +88,7 @@ class StepLog:
 
     def _note_layer(self, op: str, ranks: tuple[int, ...], work: Work) -> None:
         """A collective that a layer calls, and whose result the next operation reads."""
-        key = f"{op} of layers"
+        key = f"{op}{_OF_LAYERS}"
         self.events += [Begun(key, op, work.largest_nbytes, ranks), Ended(key)]
 
     def entered(self, recorder: Recorder, entry: Entry) -> None:
@@ -101,6 +101,14 @@ class StepLog:
     def finished(self, recorder: Recorder, entry: Entry) -> None:
         """The device waits for a collective of the engine."""
         self.events.append(Ended(_key(recorder, entry)))
+
+
+_OF_LAYERS = " of layers"
+
+
+def is_of_layers(key: str) -> bool:
+    """Whether the key is of a collective that a layer calls, not the engine."""
+    return key.endswith(_OF_LAYERS)
 
 
 def _key(recorder: Recorder, entry: Entry) -> str:

@@ -11,11 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from zeroshard.config.machine_file import MachineFile, Source, Values, rate_at
 from zeroshard.core.tiers import Tier
-from zeroshard.planner.schedule import BusySpan, Compute, Event, Start, StreamWait, Timing, timing
+from zeroshard.planner.schedule import (
+    BusySpan,
+    Compute,
+    Event,
+    Start,
+    StreamWait,
+    Timing,
+    stretched,
+    timing,
+)
 from zeroshard.planner.simulate import Simulation
 from zeroshard.planner.step_log import Begun, Ended, Operation, StepEvent
 from zeroshard.planner.updated import Updated
@@ -125,6 +134,34 @@ def step_time(
     )  # fmt: skip
 
 
+def step_seconds(
+    found: Simulation,
+    machine: MachineFile,
+    *,
+    micro_batches: int,
+    grown: Grown | None,
+) -> float:
+    """``step_time(...).total_s``, for a search that asks often.
+
+    ``grown``: what the simulated step does with another micro-batch, which is timed; None: the same.
+
+    Raises:
+        UsageError: the machine file lacks a number that the step needs.
+    """
+    serial = machine.execution == "serial"
+    own, starts = found.events, found.starts
+    price = Prices(Values(machine), found.mesh.world_size, grown)
+
+    def total_s(chosen: Sequence[StepEvent]) -> float:
+        priced = (event for _, event in _priced(chosen, found.updated, price))
+        return timing(list(stretched(priced)), serial=serial)[0].total_s
+
+    once_s = total_s(own)
+    if len(starts) != 2 or micro_batches == 2:
+        return once_s
+    return once_s + (micro_batches - 2) * (total_s((*own[: starts[1]], *own)) - once_s)
+
+
 def extended(before: Timing, after: Timing, times: int) -> Timing:
     """``before``, and the difference to ``after`` as often as ``times``."""
     return Timing(
@@ -142,11 +179,26 @@ def _on(before: Mapping[str, float], after: Mapping[str, float], times: int) -> 
     return {key: max(0.0, first[key] + times * (after.get(key, 0.0) - first[key])) for key in keys}
 
 
-class Prices:
-    """What operations and collectives cost on a machine, in seconds. ``ranks``: of the whole run."""
+class Grown(Protocol):
+    """What a step that was logged does with another micro-batch."""
 
-    def __init__(self, values: Values, ranks: int) -> None:
+    def work(self, low: Work, /) -> Work:
+        """An operation."""
+
+    def nbytes(self, begun: Begun, /) -> int:
+        """The whole tensor of a collective."""
+
+
+class Prices:
+    """What operations and collectives cost on a machine, in seconds.
+
+    ``ranks``: of the whole run. ``grown``: what counts instead of what was logged.
+    """
+
+    def __init__(self, values: Values, ranks: int, grown: Grown | None = None) -> None:
         self.values = values
+        self._grown = grown
+        self._known: dict[Work, float] = {}  # most operations of a step are repeated
         self.kinds_s: dict[str, float] = {}
         self._ranks = ranks
         self._is_serial = values.machine.execution == "serial"
@@ -158,6 +210,16 @@ class Prices:
 
     def work_s(self, work: Work) -> float:
         """Of the device, for one operation."""
+        seconds = self._known.get(work)
+        if seconds is None:
+            seconds = self._known[work] = self._work_s(
+                work if self._grown is None else self._grown.work(work)
+            )
+        if seconds:
+            self.kinds_s[work.kind] = self.kinds_s.get(work.kind, 0.0) + seconds
+        return seconds
+
+    def _work_s(self, work: Work) -> float:
         if not work.nbytes:
             return 0.0
         seconds = self.memory_s(work.nbytes)
@@ -173,8 +235,12 @@ class Prices:
             own = f"special.{work.op}"
             name = own if self.values.has(own) else "special.exp"
             seconds = max(seconds, work.numel / self.values.number(name))
-        self.kinds_s[work.kind] = self.kinds_s.get(work.kind, 0.0) + seconds
         return seconds
+
+    def begun_s(self, begun: Begun) -> float:
+        """Of a collective that was logged."""
+        nbytes = begun.nbytes if self._grown is None else self._grown.nbytes(begun)
+        return self.collective_s(begun.op, nbytes, begun.ranks)
 
     def memory_s(self, nbytes: float) -> float:
         """Of the device, to read and write this many bytes."""
@@ -239,19 +305,20 @@ def _priced(
     whole = sum(work.nbytes for work in update)
     rate = price.update_s(updated) / whole if whole and on_device else 0.0
     away = not on_device
+    operation_s = price.operation_s
     for event in events:
         if isinstance(event, Operation) and event.phase == "step":
             if away:
                 yield from ((None, event) for event in _update_away(updated, price))
                 away = False
             else:
-                yield event, Compute(event.work.nbytes * rate, price.operation_s)
+                yield event, Compute(event.work.nbytes * rate, operation_s)
         elif isinstance(event, Operation):
-            yield event, Compute(price.work_s(event.work), price.operation_s)
+            yield event, Compute(price.work_s(event.work), operation_s)
         elif isinstance(event, Begun):
-            seconds = price.collective_s(event.op, event.nbytes, event.ranks)
+            seconds = price.begun_s(event)
             stream = stream_of(event.op)
-            yield event, Start(event.key, stream, seconds, price.operation_s)
+            yield event, Start(event.key, stream, seconds, operation_s)
         elif isinstance(event, Ended):
             yield event, StreamWait(event.key)
 

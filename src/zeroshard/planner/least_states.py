@@ -1,0 +1,48 @@
+"""The least that a rank holds between steps in another stage, by arithmetic on a simulated rank."""
+
+from __future__ import annotations
+
+from zeroshard.core.stages import STAGES, Stage
+from zeroshard.core.tiers import Tier
+from zeroshard.planner.candidates import Strategy
+from zeroshard.planner.simulate import Simulation
+
+SURE = 0.9
+"""The part of the result that is certain: padding of shards, which grows with the ranks, is less."""
+
+OFFLOADED = ("master", "optimizer", "gradients")
+"""What offload of the optimizer takes away from the device."""
+
+
+def least_states_nbytes(
+    found: Simulation, found_stage: int, strategy: Strategy, tensor: int
+) -> int:
+    """Bytes of parameters, masters and optimizer state on the device with ``strategy``.
+
+    ``found``: a rank in ``found_stage``. ``tensor``: tensor ranks of the rank in question. More of them
+    divide each parameter at most by their number, and fewer leave it as large or larger. Gradients do not
+    count: without accumulation there may be none between steps.
+    """
+    before, after = STAGES[found_stage], STAGES[strategy.stage]
+    ranks = found.mesh.data_shard
+    now = max(1, ranks * found.mesh.tensor // tensor)
+    part = min(1.0, found.mesh.tensor / tensor)
+    nbytes = 0.0
+    for category in ("parameters", "master", "optimizer"):
+        away = strategy.params if category == "parameters" else strategy.optimizer
+        if not away:
+            own = sum(row.measured for row in found.memory if row.category == category)
+            whole = own * (ranks if _is_sharded(before, category) else 1)
+            nbytes += part * whole / (now if _is_sharded(after, category) else 1)
+    return int(SURE * nbytes)
+
+
+def _is_sharded(stage: Stage, category: str) -> bool:
+    return stage.shards_params if category == "parameters" else stage.shards_optimizer
+
+
+def offloadable_nbytes(found: Simulation, strategy: Strategy) -> int:
+    """The most bytes of a simulated rank's device that ``strategy`` puts elsewhere."""
+    names = (*OFFLOADED, *(("parameters", "gathered") if strategy.params else ()))
+    tier = Tier.DEVICE.name
+    return sum(r.measured for r in found.memory if r.category in names and r.tier == tier)
