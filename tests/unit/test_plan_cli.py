@@ -146,6 +146,7 @@ def test_check_tells_by_its_exit_code_whether_the_run_fits(run):
 
 PLAN = "plan nets_to_plan:"
 RUN = " --config ds.json --ranks 4 "
+FIT = PLAN + "words --fit speed --memory 1 --fit-axes "
 MISTAKES = [
     # the model
     (PLAN + "item" + RUN, "nets_to_plan.py:36 (return y * y.sum().item()) calls "),
@@ -191,6 +192,18 @@ MISTAKES = [
     (PLAN + "words --fit speed --memory 1 --batch 3" + RUN, "--fit chooses the micro-batch"),
     (PLAN + "words --fit size --memory 1" + RUN, "'size'"),
     (PLAN + "plain --fit speed --memory 1" + RUN, "--fit cannot change the batch of"),
+    (PLAN + "words --fit-axes tensor" + RUN, "--fit-axes says what --fit may choose, which is not"),
+    (FIT + "tenser" + RUN, "--fit-axes names 'tenser', which is no axis of a mesh"),
+    (FIT + "pipeline" + RUN, "`zeroshard plan` does not plan pipelines: the program says where"),
+    (FIT + "data_shard=2" + RUN, "--fit-axes names data_shard: how many ranks share the samples"),
+    (FIT + "tensor=two" + RUN, "of which 'two' is no number of ranks"),
+    (FIT + "tensor=3 --config ds.json --ranks 4", "3 tensor ranks do not divide --ranks 4"),
+    (
+        FIT + "tensor=16 --machine h100 --config ds.json --ranks 16",
+        "16 tensor ranks do not divide the 8 devices of a node of",
+    ),
+    (FIT + "tensor=2 --config ds.json --ranks 4", "tensor 2: Words has no tensor plan of its own"),
+    (FIT + "tensor=2 --config tensor3.json --ranks 6", "with parallel.tensor 3 the program cuts it"),
     # the machine
     (PLAN + "words --machine nowhere.toml" + RUN, "--machine nowhere.toml: "),
     (PLAN + "words --machine empty.toml" + RUN, "name is missing"),
@@ -383,6 +396,26 @@ def test_a_model_that_a_run_cuts_over_tensor_ranks_is_cut_in_its_plan(run, tmp_p
     cut, norms, table = 4 * 16 * 16 + 3 * 16 * 32, 3 * 16, 32 * 16
     assert cut // 2 + norms + table <= found["parameters"] <= cut // 2 + norms + 2 * table
     assert {row["op"] for row in found["traffic"] if row["group"] == "tensor"} >= {"all_reduce"}
+
+
+def test_tensor_ranks_are_found_and_named(run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, vocab_size=32, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path / "llama")  # fmt: skip
+    options = "./llama --seq 4 --memory 1 --fit speed --fit-axes tensor=2,4".split()
+    result = run(*options, train_batch_size=12, train_micro_batch_size_per_gpu=3)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert text.startswith("stage 0, tensor 2, without activation checkpointing, micro-batch 6 x ")
+    assert "tensor 4 is not possible: 'model.layers.0.self_attn.q_proj' has 2 heads" in text
+    found = json.loads(run(*options, "--json", train_micro_batch_size_per_gpu=3).stdout)
+    assert found["plan"]["mesh"] == "data_shard 2 x tensor 2"
+    assert found["config"]["tensor_parallel"] == {"autotp_size": 2}
+    assert found["config"]["train_micro_batch_size_per_gpu"] == 6
+    assert {str(each["axes"]) for each in found["candidates"]} == {"{'tensor': 2}"}
+    assert list(found["refused"]) == ["tensor 4"]
 
 
 def test_a_model_whose_cut_needs_values_is_refused(run, tmp_path):

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from zeroshard.planner.candidates import STRATEGIES, Candidate, Strategy
+from zeroshard.config.machine_file import PRESETS, parse_machine
+from zeroshard.planner.axes import read_axes, samples_by_size, tensor_sizes
+from zeroshard.planner.candidates import (
+    STRATEGIES,
+    Candidate,
+    Strategy,
+    candidates_of,
+    kinds_by_experience,
+)
 from zeroshard.planner.fit import search
 
 STATES = {0: 1200, 1: 900, 2: 700, 3: 300}
@@ -63,6 +72,64 @@ def test_the_result_is_that_of_looking_at_every_candidate(samples, bend):
             larger = result.larger.candidate
             assert larger.micro_batch > expected.micro_batch
             assert result.larger.peak_nbytes == peak(larger, bend=bend) > limit
+
+
+def cut_peak(own: Candidate) -> int:
+    """Bytes on tensor ranks, which have a part of the states and of half of the activations."""
+    states = peak(replace(own, micro_batch=0))
+    return states // own.tensor + (peak(own) - states) * (own.tensor + 1) // (2 * own.tensor)
+
+
+def test_tensor_sizes_are_tried_before_parameters_are_gathered_or_offloaded():
+    samples: dict[int | None, int] = {1: 6, 2: 12, 4: 24}
+    levels = [STRATEGIES[0] + STRATEGIES[1], *STRATEGIES[2:]]
+    places = {strategy: at for at, level in enumerate(levels) for strategy in level}
+    every = [
+        own
+        for kind in kinds_by_experience([1, 2, 4], can_checkpoint=True)
+        for own in candidates_of(kind, samples[kind.tensor])
+    ]
+    assert len(every) == len(set(every)) == 14 * (4 + 6 + 8)
+    seen = set()
+    for limit in range(100, 1500, 53):
+        result = search(
+            lambda own, limit=limit: SimpleNamespace(
+                peak_nbytes=cut_peak(own), fits=cut_peak(own) <= limit
+            ),
+            {}, aim="speed", samples=samples, can_checkpoint=True,
+        )  # fmt: skip
+        fitting = [own for own in every if cut_peak(own) <= limit]
+        expected = min(
+            fitting,
+            key=lambda own: (
+                places[own.strategy], own.tensor, min(own.strategy.stage, 1),
+                own.checkpointing, own.strategy.stage, -own.micro_batch,
+            ),
+            default=None,
+        )  # fmt: skip
+        assert result.chosen == expected, limit
+        seen.add(result.chosen and (result.chosen.strategy.stage, result.chosen.tensor))
+        assert {each.candidate for each in result.judged} == set(every)
+    assert {(0, 1), (1, 1), (1, 4)} <= seen
+
+
+def test_a_candidate_names_the_tensor_ranks_in_its_configuration():
+    base = {"parallel": {"tensor": 2}, "tensor_parallel": {"tp": {"tp_size": 2}, "dtype": "bf16"}}
+    made = [Candidate(Strategy(1), False, 2, 4, size).config(base) for size in (1, 4, None)]
+    assert [own.get("parallel") for own in made] == [None, None, {"tensor": 2}]
+    assert [own["tensor_parallel"] for own in made] == [
+        {"dtype": "bf16"}, {"dtype": "bf16", "autotp_size": 4}, base["tensor_parallel"],
+    ]  # fmt: skip
+    assert "stage 1, tensor 4, without" in Candidate(Strategy(1), False, 2, 4, 4).text
+
+
+def test_sizes_of_an_axis():
+    h100 = parse_machine((PRESETS / "h100.toml").read_text(), "h100")
+    assert read_axes("tensor = 4, 1") == {"tensor": (1, 4)}
+    assert tensor_sizes((), ranks=64, machine=h100) == (1, 2, 4, 8)
+    assert tensor_sizes((), ranks=12, machine=None) == (1, 2, 4)
+    assert tensor_sizes((3, 12), ranks=12, machine=None) == (3, 12)
+    assert samples_by_size(24, (1, 2, 4), ranks=16)[0] == {2: 3, 4: 6}
 
 
 def test_hundreds_of_candidates_cost_few_simulations():

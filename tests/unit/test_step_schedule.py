@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from zeroshard.planner.schedule import Compute, Start, StreamWait, Timing, timing
+import random
+from dataclasses import asdict
+
+import pytest
+
+from zeroshard.planner.schedule import Compute, Event, Start, StreamWait, Timing, stretched, timing
 
 GATHER, REDUCE = "all-gather", "reduce-scatter"
 
@@ -51,3 +56,24 @@ def test_one_processor_does_everything_in_turn():
         Start("b", GATHER, 1.0),
     ]
     assert timing(events, serial=True)[0] == Timing(6.75, 3.0, {GATHER: 3.0}, {GATHER: 3.0}, 0.75)
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_work_between_two_events_counts_as_one(serial):
+    rng = random.Random(3)
+    events: list[Event] = []
+    for at in range(200):
+        kind = rng.choice("cccczsw")
+        host_s, seconds = rng.random(), rng.choice([0.1, 1.0, 3.0]) * rng.random()
+        if kind == "s":
+            events.append(Start(f"{at}", rng.choice("ab"), 3 * seconds, host_s))
+        elif kind == "w":
+            events.append(StreamWait(f"{at - rng.randrange(9)}"))
+        else:
+            events.append(Compute(0.0 if kind == "z" else seconds, host_s))
+    short = list(stretched(events))
+    assert len(short) < len(events)
+    whole, part = (asdict(timing(each, serial=serial)[0]) for each in (events, short))
+    assert part.pop("busy_s") == pytest.approx(whole.pop("busy_s"))
+    assert part.pop("exposed_s") == pytest.approx(whole.pop("exposed_s"))
+    assert part == pytest.approx(whole)

@@ -94,7 +94,7 @@ def fit(
 
     with explained(model):
         able = can_checkpoint(model)
-    with _calm_collector():
+    with calm_collector():
         if machine is not None and aim == "speed":
             found = search_by_time(simulated, base, machine, samples=samples, can_checkpoint=able)
         else:
@@ -128,7 +128,7 @@ def _possible(
 
 
 @contextmanager
-def _calm_collector() -> Iterator[None]:
+def calm_collector() -> Iterator[None]:
     """Keep the garbage collector from looking at all that exists now, such as the modules of torch.
 
     A search makes millions of objects, and a full collection per hundred thousand takes 15 % of its time.

@@ -73,6 +73,15 @@ def less_than(kind: StrategyKind) -> list[StrategyKind]:
     return found
 
 
+def with_less_offload(kind: StrategyKind) -> list[StrategyKind]:
+    """The kinds of the same stage that offload less."""
+    less = [
+        replace(kind.strategy, params=False),
+        replace(kind.strategy, params=False, optimizer=False),
+    ]
+    return [kind._replace(strategy=own) for own in less if own != kind.strategy]
+
+
 @dataclass(frozen=True)
 class Growth:
     """How a step grows with each sample of the micro-batch. By phase: bytes; by operation: work.
@@ -164,31 +173,39 @@ def without_engine(found: Simulation, *, with_update: bool) -> Simulation:
 
 @dataclass
 class _Known:
-    """A kind that was simulated with ``size`` samples. By size: ``peaks`` of simulations; ``seconds`` of
-    what fits, and of the largest micro-batch, which is the fastest if memory is no limit."""
+    """A kind that was simulated with ``size`` samples. ``whole``: the samples of a step, and its largest
+    micro-batch. By size: ``peaks`` of simulations; ``seconds`` of what fits or may fit, and of ``whole``,
+    which is the fastest if memory is no limit."""
 
     plan: Plan
     growth: Growth | None
     size: int
+    whole: int
     peaks: dict[int, int] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
 
     def peak_nbytes(self, size: int) -> int:
-        """The peak with ``size`` samples: of a simulation, or on a line."""
+        """The peak with ``size`` samples: of a simulation, or on a line.
+
+        A step of one micro-batch may keep no sums of gradients, so their bytes do not count in it.
+        """
         if size in self.peaks:
             return self.peaks[size]
         if self.growth is None:
             return self.plan.peak_nbytes
-        known = sorted(self.peaks.items(), key=lambda at: abs(at[0] - size))[:2]
+        moments = self.plan.simulation.moments
+        spared = self.plan.simulation.nbytes("gradients") if size == self.whole else 0
+        known = [at for at in self.peaks.items() if at[0] != self.whole]
+        known = sorted(known, key=lambda at: abs(at[0] - size))[:2]
         if len(known) == 2:
             (near, nbytes), (far, other) = known
-            return round(nbytes + (size - near) * (other - nbytes) / (far - near))
-        moments = self.plan.simulation.moments
+            return round(nbytes + (size - near) * (other - nbytes) / (far - near)) - spared
         added = size - self.size
-        return max(
+        line_nbytes = max(
             moment.device_nbytes + added * self.growth.phases.get(name, 0)
             for name, moment in moments.items()
         )
+        return line_nbytes - spared
 
 
 class _Search:
@@ -210,6 +227,7 @@ class _Search:
         self.left_out: dict[
             StrategyKind, float
         ] = {}  # seconds that no candidate of the kind is below
+        self._free_s: dict[StrategyKind, float] = {}  # the same, if memory were no limit
         self.too_large: dict[StrategyKind, int] = {}  # the least bytes of its states
         self.untimed: dict[StrategyKind, str] = {}
         self._growth: dict[tuple[int | None, bool], Growth] = {}
@@ -249,9 +267,9 @@ class _Search:
         Raises:
             UsageError: the machine file lacks a number, and no kind could be timed before.
         """
-        least_s, best_s = self._least_s(kind), self._best_s()
-        if least_s >= best_s:
-            self.left_out[kind] = least_s
+        least_s, free_s = self._least_s(kind)
+        if least_s >= self._best_s():
+            self.left_out[kind], self._free_s[kind] = least_s, free_s
             return
         try:
             found = self._look(kind)
@@ -271,12 +289,12 @@ class _Search:
     def _look(self, kind: StrategyKind) -> _Known:
         strategy, on, tensor = kind
         if self._samples[tensor] == 1:
-            return _Known(self._run(Candidate(strategy, on, 1, 1, tensor)), None, 1)
+            return _Known(self._run(Candidate(strategy, on, 1, 1, tensor)), None, 1, 1)
         low = self._run(Candidate(strategy, on, LOW, 2, tensor))
         if (tensor, on) not in self._growth:
             high = self._run(Candidate(strategy, on, HIGH, 2, tensor))
             self._growth[tensor, on] = Growth.between(low.simulation, high.simulation)
-        return _Known(low, self._growth[tensor, on], LOW)
+        return _Known(low, self._growth[tensor, on], LOW, self._samples[tensor])
 
     def _note_model(self, kind: StrategyKind, known: _Known, largest: Candidate) -> None:
         """Note what the model alone takes with the largest micro-batch, which is the fastest."""
@@ -306,26 +324,30 @@ class _Search:
         chosen = known.plan.simulation if found is None else found
         return step_seconds(chosen, self._machine, micro_batches=own.accumulation, grown=grown)
 
-    def _least_s(self, kind: StrategyKind) -> float:
-        """What no candidate of the kind takes less than, by kinds that it adds to or shares work with."""
-        found = self._model_s.get((kind.tensor, False), 0.0)
-        found = max(found, self._model_s.get((kind.tensor, kind.checkpointing), 0.0))
+    def _least_s(self, kind: StrategyKind) -> tuple[float, float]:
+        """What no candidate of the kind takes less than, and the same if memory were no limit.
+
+        By what kinds take that it adds to or shares work with.
+        """
+        model = ((kind.tensor, on) for on in (False, kind.checkpointing))
+        free_s = max(self._model_s.get(key, 0.0) for key in model)
         for parent in less_than(kind):
             if parent in self.left_out:
-                found = max(found, self.left_out[parent])
+                free_s = max(free_s, self._free_s[parent])
             elif parent in self.known:
                 known = self.known[parent]
-                added = 0.0
-                if kind.strategy.optimizer and not parent.strategy.optimizer:
-                    added = self._offload_s(known.plan.simulation)
-                found = max(found, self._fastest_s(kind, parent, known) + added)
-        return found
+                added_s = self._offload_s(kind, parent, known)
+                free_s = max(free_s, min(known.seconds.values()) + added_s)
+        least_s = free_s
+        for parent in with_less_offload(kind):
+            if parent in self.known:
+                known = self.known[parent]
+                added_s = self._offload_s(kind, parent, known)
+                least_s = max(least_s, self._fastest_s(kind, parent, known) + added_s)
+        return least_s, free_s
 
     def _fastest_s(self, kind: StrategyKind, parent: StrategyKind, known: _Known) -> float:
-        """The least seconds of a kind that another one adds to, with micro-batches that both may have."""
-        least_s = min(known.seconds.values())
-        if kind.checkpointing != parent.checkpointing:
-            return least_s  # its activations are smaller
+        """The least seconds of a kind, with micro-batches that fit with more offload."""
         spared = offloadable_nbytes(known.plan.simulation, kind.strategy)
         limit_nbytes = limit_of_plan(known.plan) + spared
         for own in self.candidates(parent):
@@ -333,10 +355,13 @@ class _Search:
             if known.peak_nbytes(size) <= limit_nbytes and size not in known.seconds:
                 known.seconds[size] = self._seconds(known, own)
         ways = [s for size, s in known.seconds.items() if known.peak_nbytes(size) <= limit_nbytes]
-        return min(ways, default=least_s)
+        return min(ways, default=min(known.seconds.values()))
 
-    def _offload_s(self, found: Simulation) -> float:
+    def _offload_s(self, kind: StrategyKind, parent: StrategyKind, known: _Known) -> float:
         """What the update in host memory takes more than on the device; 0 if that is not known."""
+        if kind.strategy.optimizer == parent.strategy.optimizer:
+            return 0.0
+        found = known.plan.simulation
         prices = Prices(Values(self._machine), found.mesh.world_size)
         away = replace(found.updated, tier=Tier.HOST.name)
         try:
