@@ -193,10 +193,10 @@ MISTAKES = [
     (PLAN + "words --fit size --memory 1" + RUN, "'size'"),
     (PLAN + "plain --fit speed --memory 1" + RUN, "--fit cannot change the batch of"),
     (PLAN + "words --fit-axes tensor" + RUN, "--fit-axes says what --fit may choose, which is not"),
-    (FIT + "tenser" + RUN, "--fit-axes names 'tenser', which is no axis of a mesh"),
+    (FIT + "tenser" + RUN, "--fit-axes names 'tenser', which is not an axis of a mesh"),
     (FIT + "pipeline" + RUN, "`zeroshard plan` does not plan pipelines: the program says where"),
     (FIT + "data_shard=2" + RUN, "--fit-axes names data_shard: how many ranks share the samples"),
-    (FIT + "tensor=two" + RUN, "of which 'two' is no number of ranks"),
+    (FIT + "tensor=two" + RUN, "of which 'two' is not a number of ranks"),
     (FIT + "tensor=3 --config ds.json --ranks 4", "3 tensor ranks do not divide --ranks 4"),
     (
         FIT + "tensor=16 --machine h100 --config ds.json --ranks 16",

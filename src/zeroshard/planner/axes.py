@@ -46,8 +46,8 @@ def read_axes(text: str) -> dict[str, tuple[int, ...]]:
                 continue
         if not name or not (word.isascii() and word.isdigit()) or int(word) < 1:
             raise UsageError(
-                f"--fit-axes is {text!r}, of which {word!r} is no number of ranks. Give an axis, and its "
-                "sizes if not all shall be tried: tensor, or tensor=1,2,4."
+                f"--fit-axes is {text!r}, of which {word!r} is not a number of ranks. Give an axis, and "
+                "its sizes if not all shall be tried: tensor, or tensor=1,2,4."
             )
         axes[name].append(int(word))
     return {axis: tuple(sorted(set(sizes))) for axis, sizes in axes.items()}
@@ -68,7 +68,8 @@ def _check_name(name: str) -> None:
             f"--fit-axes names {name}: {why}. The axis that can be searched is tensor."
         )
     raise UsageError(
-        f"--fit-axes names {name!r}, which is no axis of a mesh. The axis that can be searched is tensor."
+        f"--fit-axes names {name!r}, which is not an axis of a mesh. The axis that can be searched is "
+        "tensor."
     )
 
 
