@@ -57,6 +57,15 @@ def no_loss():
 def number():
     return 3
 
+def converted():
+    return Net().half().to("cpu").float(), (batch(), None)
+
+def moved():
+    return Net().to("cpu"), (batch(), None)
+
+def halved():
+    return Net().half(), (batch(), None)
+
 def raises():
     raise ValueError("no such size")
 
@@ -131,6 +140,23 @@ def test_json_has_the_bytes_of_the_formula_and_the_traffic(run, stage, shards):
     reduced = [row["numel"] for row in found["traffic"] if row["op"] == "reduce_scatter"]
     assert sum(reduced) == PARAMS
     assert found["assumed"] and found["not_modelled"]
+
+
+@pytest.mark.parametrize(("model", "stage"), [("converted", 2), ("moved", 3)])
+def test_a_model_may_convert_itself_while_it_is_built(run, model, stage):
+    found, plain = (
+        json.loads(run(f"nets_to_plan:{which}", "--json", stage=stage).stdout)
+        for which in (model, "plain")
+    )
+    assert found["memory"] == plain["memory"]
+    assert found["phases"]["backward"] == plain["phases"]["backward"]
+
+
+def test_a_sharded_parameter_cannot_be_converted_while_the_model_is_built(run):
+    result = run("nets_to_plan:halved", stage=3)
+    assert result.exit_code == 2
+    wanted = "is converted from torch.float32 to torch.float16 while the model is built"
+    assert wanted in " ".join(result.output.split())
 
 
 def test_check_tells_by_its_exit_code_whether_the_run_fits(run):

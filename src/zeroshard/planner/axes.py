@@ -7,12 +7,12 @@ from math import gcd
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroshard.config.machine_file import MachineFile
 from zeroshard.core.mesh import DIMS
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.tensor_plan import decide
+from zeroshard.planner.fakes import fake_tensors
 
 NODE_RANKS = 8
 """Ranks of a node, where no machine says how many."""
@@ -161,7 +161,7 @@ def refused_by_model(build: Callable[[], nn.Module], sizes: Sequence[int]) -> di
     Nothing is cut, and the model has no memory.
     """
     found: dict[int, str] = {}
-    with FakeTensorMode():
+    with fake_tensors():
         model = build()
         for size in sizes:
             try:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
+from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.script import ENTRY, script_module
 from zeroshard.zero import Init
 
@@ -55,7 +56,7 @@ def model_source(
     """
     if ":" in name or name.endswith(".py"):
         build = _factory(name)
-        with torch.device("meta"):
+        with fake_tensors():
             made = build()
         batch = made[1] if isinstance(made, tuple) else None
         assumed: tuple[str, ...] = ()
@@ -95,7 +96,7 @@ def _first(made: Any) -> Any:
 def can_checkpoint(name: str) -> bool:
     """Whether the model called ``name`` has ``gradient_checkpointing_enable()``."""
     build = model_source(name, 1, 1, sharded=False).build
-    with torch.device("meta"):
+    with fake_tensors():
         model = build()
     supports = getattr(model, "supports_gradient_checkpointing", True)
     return bool(supports) and hasattr(model, "gradient_checkpointing_enable")

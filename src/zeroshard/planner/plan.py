@@ -404,6 +404,10 @@ def explained(model: str, hint: str = BATCH_HINT) -> Iterator[None]:
     except ZeroShardError:
         raise
     except Exception as error:
+        if isinstance(error.__cause__, ZeroShardError):  # torch's Module.to wraps every error
+            raise UnsupportedError(
+                f"{model} cannot be planned: {_line(error)}: {error.__cause__}"
+            ) from error
         raise UnsupportedError(
             f"{model} cannot be planned: {type(error).__name__} at {_line(error)}: "
             f"{str(error).rstrip('.')}. {hint}"

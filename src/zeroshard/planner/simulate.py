@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from zeroshard.comm.collectives import ProcessGroupComm, RecordedComm
@@ -36,6 +35,7 @@ from zeroshard.parallel.split import PipelineModel
 from zeroshard.planner.allocations import Allocations, Holding, Moment
 from zeroshard.planner.boundaries import stage_inputs
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds, checkpoint_phases
+from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.gpu_kernels import Target, kernels_of
 from zeroshard.planner.places import Places
 from zeroshard.planner.step_log import StepEvent, StepLog
@@ -158,7 +158,7 @@ def simulate(
     config = {key: value for key, value in read_source(config)[0].items() if key != "preemption"}
     log = StepLog()
     watch = Allocations(log.note)
-    with lone_rank(rank, mesh.world_size), kernels_of(target), FakeTensorMode(), watch:
+    with lone_rank(rank, mesh.world_size), kernels_of(target), fake_tensors(), watch:
         inputs, labels = tree_map_only(torch.Tensor, _fake_like, (inputs, labels))
         model = build()
         arriving: Mapping[int, Sequence[Boundary]] = {}

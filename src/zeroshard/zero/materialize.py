@@ -60,7 +60,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
                 real = nn.Parameter(values, requires_grad=tensor.requires_grad)
                 # Of a fake tensor, the device is in this dict too.
                 real.__dict__.update({**tensor.__dict__, **real.__dict__})
-                _swap(tensor, real)
+                exchange(tensor, real)
         else:
             module._buffers[leaf] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     # reset_parameters must not change parameters that have values (tied, loaded or sharded).
@@ -75,7 +75,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
         module._parameters.update(kept)
 
 
-def _swap(a: Tensor, b: Tensor) -> None:
+def exchange(a: Tensor, b: Tensor) -> None:
     """Exchange what two tensors are. Both objects stay.
 
     A fake mode keeps weak references to the fake tensors that operations returned, and torch's function
