@@ -284,7 +284,7 @@ CLASSES = {  # module of today: old name -> new name, or "module:name" where tha
         "Sent": "Wait",
     },
     "offload.capacity_check": {"check_room": "check_capacity"},
-    "offload.grad_store": {"GradOnDisk": "DiskGradStore", "GradUnwritten": "DiscardedGradStore"},
+    "offload.grad_store": {"GradOnDisk": "DiskGradStore"},
     "offload.host_chunk": {
         "Crossing": "HostChunk",
         "Delivery": "HostGradTransfer",

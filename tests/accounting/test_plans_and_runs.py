@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zeroshard.comm.connect import make_comm
 from zeroshard.comm.simulation import lone_rank
 from zeroshard.errors import UsageError
+from zeroshard.offload.swap_file import BOUNCE_NBYTES, THREADS
+from zeroshard.planner.simulate import highest
 
 CASES = plan_check.covering()
 
@@ -31,18 +33,22 @@ def test_a_plan_is_what_the_run_needs(case):
     real, plan = plan_check.run_and_plan(case)
     assert plan_check.differences(real, plan) == []
     assert plan.nbytes("transport") > 0
-    assert plan_check.highest(plan.moments)[1].held["transport", "device"] > 0
+    assert highest(plan.moments)[1].held["transport", "device"] > 0
     assert real.peak_nbytes == max(m.device_nbytes for n, m in real.moments.items() if n != "init")
     for phase, off in plan_check.offs(real, plan).items():
         assert abs(off) <= plan_check.TOLERANCE, phase
 
 
-def test_swap_files_have_the_planned_size():
+def test_with_state_on_disk_files_traffic_buffers_and_peaks_are_planned():
     pytest.importorskip("transformers", reason="transformers is not installed")
     real, plan = plan_check.run_and_plan(plan_check.Case("gpt2", 3, False, "nvme", "shm", 2))
     assert plan_check.differences(real, plan) == []
     assert plan.nbytes("parameters", "disk") and plan.nbytes("optimizer", "disk")
     assert real.file_nbytes == plan.file_nbytes > plan.nbytes("optimizer", "disk")
+    assert min(real.swapped) > plan.nbytes("optimizer", "disk")
+    assert plan.nbytes("scratch", "host") > THREADS * BOUNCE_NBYTES
+    for phase, off in plan_check.offs(real, plan).items():
+        assert abs(off) <= plan_check.TOLERANCE, phase
 
 
 @pytest.mark.parametrize(("full", "part", "dtype"), [(128, 63, "float32"), (128, 64, "float16")])

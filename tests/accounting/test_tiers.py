@@ -226,7 +226,7 @@ def check_new_memory(before: dict[int, int], engine: Engine, where: object) -> N
             for category in (*RESTING, *TEMPORARY)
             for tier in (Tier.DEVICE, Tier.HOST)
         )
-        beside = transport_nbytes(engine) + sum(f.bounce_nbytes for f in files_of(engine))
+        beside = transport_nbytes(engine)
         alive = everything_alive()
         new = sum(nbytes for key, nbytes in alive.items() if key not in before)
         if 0 <= new - held - beside <= TRIVIAL_NBYTES:
@@ -239,8 +239,7 @@ def check_census(
     path: Path, stages: tuple[int, ...], precision: str, accumulation: int = 1
 ) -> None:
     """Between backward and step, all live storages are in the ledger's device and host columns. The
-    exceptions are the communicator's memory, the alignment buffers of the disk threads, and trivial
-    tensors."""
+    exceptions are the communicator's memory and trivial tensors."""
     with small_chunks():
         for stage in stages:
             for store, zero in stores(path, stage).items():
@@ -505,7 +504,7 @@ def test_a_hundred_steps_with_everything_on_disk_leave_memory_flat(tmp_path):
 
         def held() -> int:
             finish(engine)
-            return sum(everything_alive().values()) - file.bounce_nbytes
+            return sum(everything_alive().values())
 
         for step in range(100):
             train(engine, 1)

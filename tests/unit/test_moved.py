@@ -29,7 +29,8 @@ GONE = (  # what stays out, and why: modules, or names of a module
         "core.verdict:MEETINGS watchdog.diagnosis:MEETINGS "
         "engine.monitors:LOSS_SCALE engine.monitors:LR engine.monitors:TRAIN_LOSS "
         "engine.monitors:train_events "
-        "config:not_yet config.keys:not_yet",
+        "config:not_yet config.keys:not_yet "
+        "offload.grad_store:DiscardedGradStore store.grads:GradUnwritten",
     ),
     (
         "is a method or another function now",

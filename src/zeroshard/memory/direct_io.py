@@ -20,6 +20,7 @@ __all__ = [
     "NO_FALLOCATE",
     "PAGE_NBYTES",
     "aligned_bytes",
+    "aligned_listeners",
     "allocate",
     "memory_at",
     "open_unnamed",
@@ -33,6 +34,10 @@ _view: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
 _PYBUF_WRITE = 0x200
 
 _ZEROS_NBYTES = 8 << 20
+
+aligned_listeners: list[Callable[[Tensor], None]] = []
+"""Called with each tensor of :func:`aligned_bytes`, whose memory torch did not allocate. Empty in
+production."""
 
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
@@ -57,7 +62,10 @@ def aligned_bytes(nbytes: int) -> Tensor:
         OSError
     ):  # huge pages, if the kernel has them: 2.5 times the bandwidth of 4 KiB pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+    for listener in aligned_listeners:
+        listener(tensor)
+    return tensor
 
 
 def open_unnamed(directory: str) -> tuple[int, str]:

@@ -8,6 +8,7 @@ are views of it. Releasing or allocating it changes its size and never its ident
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -52,7 +53,7 @@ def fingerprint(flat: Tensor) -> Tensor:
     Reads the memory twice, in five kernels per 128 MiB, and does not wait for the device. ``flat`` has a
     multiple of 8 bytes.
     """
-    weights = _make_weights() if isinstance(flat, FakeTensor) else _weights_on(flat.device)
+    weights = weights_on(flat.device)
     total: Tensor | None = None
     for piece in flat.view(torch.int64).split(_ROWS * _COLUMNS):
         rows = len(piece) // _COLUMNS
@@ -79,10 +80,22 @@ def _make_weights() -> Tensor:
 
 
 _weights: dict[torch.device, Tensor] = {}  # WEIGHTS_NBYTES for each device
+_planned_weights: weakref.WeakValueDictionary[tuple[int, torch.device], Tensor]
+_planned_weights = weakref.WeakValueDictionary()  # by simulation, which has to keep them
 
 
-def _weights_on(device: torch.device) -> Tensor:
-    """The weights. The copy waits for the device, once, so every stream may read them."""
+def weights_on(device: torch.device) -> Tensor:
+    """The weights of fingerprints of memory on a device.
+
+    The copy waits for the device, once, so every stream may read them. Of fake tensors they live as long
+    as the caller keeps them.
+    """
+    if isinstance(there := torch.empty(0, device=device), FakeTensor):
+        key = id(there.fake_mode), device
+        planned = _planned_weights.get(key)
+        if planned is None:
+            _planned_weights[key] = planned = _make_weights().to(device)
+        return planned
     weights = _weights.get(device)
     if weights is None or weights.device != device:  # a device may have been a pretended one
         _weights[device] = weights = _make_weights().to(device)

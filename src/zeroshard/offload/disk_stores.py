@@ -10,6 +10,7 @@ from torch import Tensor
 from zeroshard.device.pinned import HostArena
 from zeroshard.offload.grad_store import DiskGradStore, GradStore
 from zeroshard.offload.pager import Pager, page_nbytes
+from zeroshard.offload.planned_file import PlannedSwapFile
 from zeroshard.offload.shard_store import DiskShardStore, ShardStore, WritesInFlight
 from zeroshard.offload.staged_shard_store import StagedDiskShardStore, StagingSlots
 from zeroshard.offload.swap_file import SwapFile
@@ -41,7 +42,8 @@ class DiskStores(TierStores):
 
         On its way to a GPU a shard is in the :class:`~zeroshard.offload.staged_shard_store.StagingSlots`.
         """
-        return torch.zeros(numel, dtype=dtype)
+        device = self._opening.device if self._opening.is_planned else torch.device("cpu")
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def shard_store(self, unit: str, shard_S: Tensor) -> ShardStore:
         """See :class:`TierStores`. The shard is on disk when this returns."""
@@ -114,5 +116,10 @@ class DiskStores(TierStores):
     def _file(self, path: str | None) -> SwapFile:
         assert path is not None, "the configuration is resolved"
         if path not in self._files:
-            self._files[path] = SwapFile(path)
+            opening = self._opening
+            self._files[path] = (
+                PlannedSwapFile(path, device=opening.device, ledger=opening.ledger)
+                if opening.is_planned
+                else SwapFile(path, ledger=opening.ledger)
+            )
         return self._files[path]

@@ -15,7 +15,7 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DiskError
 from zeroshard.offload.shard_store import WritesInFlight
-from zeroshard.offload.swap_file import Extent, SwapFile, Transfer, aligned_bytes
+from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
 
 
 class GradStore(Protocol):
@@ -95,7 +95,7 @@ class DiskGradStore:
         """Start reading the gradient back. If its write has not ended, only its memory is kept."""
         self._wanted = True
         if self._values_S is None:
-            self._values_S = aligned_bytes(self._nbytes).view(self._dtype)
+            self._values_S = self._file.memory(self._nbytes).view(self._dtype)
             self._read = self._file.read(self._extent, self._values_S)
             self._report()
 
@@ -122,7 +122,7 @@ class DiskGradStore:
         """The gradient ``[S]``, to be read only. It stays stored."""
         if self._values_S is not None:
             return self.acquire()
-        values_S = aligned_bytes(self._nbytes).view(self._dtype)
+        values_S = self._file.memory(self._nbytes).view(self._dtype)
         self._file.read(self._extent, values_S).wait()
         return values_S
 
@@ -140,40 +140,3 @@ class DiskGradStore:
         nbytes = 0 if here is None else here.untyped_storage().nbytes()
         self._ledger.hold("scratch", f"{self._name} (gradient)", nbytes, Tier.HOST)
         self._ledger.hold("gradients", self._name, self._nbytes, Tier.DISK)
-
-
-class DiscardedGradStore:
-    """Stands in for the gradient store of ``tier`` under fake tensors, which have no bytes to write.
-
-    As in :class:`DiskGradStore`, a gradient has memory only while it is read.
-    """
-
-    every_backward = True
-
-    def __init__(self, tier: Tier, *, ledger: Ledger, name: str) -> None:
-        self._tier = tier
-        self._ledger = ledger
-        self._name = name
-        self._numel, self._dtype = 0, torch.float32
-        self._values_S: Tensor | None = None
-
-    def write(self, values_S: Tensor) -> None:
-        """See :class:`DiskGradStore`."""
-        self._numel, self._dtype, self._values_S = values_S.numel(), values_S.dtype, None
-        self._ledger.hold("gradients", self._name, values_S.nbytes, self._tier)
-
-    def prefetch(self) -> None:
-        """See :class:`DiskGradStore`."""
-
-    def acquire(self) -> Tensor:
-        """See :class:`DiskGradStore`."""
-        if self._values_S is None:
-            self._values_S = torch.empty(self._numel, dtype=self._dtype)
-        return self._values_S
-
-    peek = acquire
-
-    def free(self) -> None:
-        """See :class:`DiskGradStore`."""
-        self._values_S = None
-        self._ledger.hold("gradients", self._name, 0, self._tier)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zeroshard.memory.direct_io import aligned_bytes, round_to_page
+from zeroshard.memory.direct_io import round_to_page
 from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
 
 SLOTS = 5
@@ -31,8 +31,8 @@ class _Slot:
     ``holder`` reads into it or is open; ``write`` writes the page before ``holder``.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.bytes = aligned_bytes(nbytes)
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes = memory
         self.holder: Page | None = None
         self.read: Transfer | None = None  # of ``holder``
         self.write: Transfer | None = None  # of the page before ``holder``; may be in flight
@@ -121,7 +121,7 @@ class Pager:
         self.timeline = TransferTimes()
         self._file = file
         self._read_ahead = read_ahead
-        self._slots = [_Slot(round_to_page(slot_nbytes)) for _ in range(slots)]
+        self._slots = [_Slot(file.memory(round_to_page(slot_nbytes))) for _ in range(slots)]
         self._pages = 0
 
     @property

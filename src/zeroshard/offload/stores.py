@@ -22,7 +22,7 @@ from zeroshard.device.choice import choose_device, ops_of
 from zeroshard.device.copy_streams import CopyStreams, CudaCopyStreams
 from zeroshard.device.pinned import HostArena, slot_nbytes
 from zeroshard.memory.malloc import return_large_blocks
-from zeroshard.memory.storage import WEIGHTS_NBYTES, WEIGHTS_OWNER
+from zeroshard.memory.storage import WEIGHTS_NBYTES, WEIGHTS_OWNER, weights_on
 from zeroshard.offload.grad_store import GradStore
 from zeroshard.offload.host_chunk import HostStaging
 from zeroshard.offload.offload_plan import (
@@ -76,8 +76,9 @@ class Stores:
             self.streams = make_copy_streams(device, copies=self.is_delayed)
         self._watched: list[WatchedShard] = []  # shards that are not on the device
         in_file = any(tier.only_in_use for tier in offload_plan.params.values())
-        if self.streams is not None or (in_file and not self._is_fake):
+        if self.streams is not None or in_file:
             ledger.hold("scratch", WEIGHTS_OWNER, WEIGHTS_NBYTES)
+            self._weights = weights_on(device)
         if device.type == "cpu" and (offload_plan.grads or in_file):
             return_large_blocks()  # shards and gradients are allocated and freed between activations
 
@@ -85,7 +86,7 @@ class Stores:
         """The stores of one tier."""
         if tier not in self._opened:
             kind: Callable[[TierOpening], TierStores] = FakeStores
-            if not self._is_fake or tier is Tier.DEVICE:
+            if not self._is_fake or tier is Tier.DEVICE or tier.only_in_use:
                 module, _, name = tier.made_by.partition(":")
                 kind = getattr(importlib.import_module(module), name)
             self._opened[tier] = kind(
@@ -97,6 +98,7 @@ class Stores:
                     self._param,
                     self.streams,
                     self._watched,
+                    self._is_fake,
                 )
             )
         return self._opened[tier]

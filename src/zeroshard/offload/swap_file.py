@@ -7,7 +7,8 @@ Blocks are reserved in advance, so a disk that fills up later cannot stop a run.
 blocks of 8 MiB; the system calls release the interpreter lock.
 
 [Note: alignment] ``O_DIRECT`` needs addresses, offsets and lengths that are multiples of a page. Extents
-start and end at pages. Other memory is copied through a small aligned buffer of the thread.
+start and end at pages. Other memory is copied through a small aligned buffer of the thread. The file
+makes the buffers of all its threads when the first transfer needs one.
 
 [Note: no buffer protocol of torch] Memory is addressed by pointer. ``Tensor.numpy()`` would mark the
 storage as not resizable, and units free their shards by resizing (``zeroshard.memory.storage``).
@@ -27,6 +28,8 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from zeroshard.core.files import free_nbytes, reason
+from zeroshard.core.ledger import Ledger
+from zeroshard.core.tiers import Tier
 from zeroshard.errors import DiskError
 from zeroshard.memory.direct_io import (
     PAGE_NBYTES,
@@ -42,7 +45,11 @@ from zeroshard.memory.host_access import host_access
 __all__ = ["BLOCK_NBYTES", "PAGE_NBYTES", "Extent", "SwapFile", "Transfer", "aligned_bytes"]
 
 BLOCK_NBYTES = 8 << 20
-_BOUNCE_NBYTES = 2 << 20  # one huge page; four times as much would be 5 % faster
+BOUNCE_NBYTES = 2 << 20
+"""The buffer of a thread for memory that is not aligned: one huge page. Four times as much would be 5 %
+faster."""
+
+THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +120,16 @@ class Transfer:
         for at in range(0, self.nbytes, step):
             self._file._jobs.put((self, at, min(step, self.nbytes - at)))
 
-    def _run(self, at: int, nbytes: int, bounce: _Bounce) -> None:
+    def _run(self, at: int, nbytes: int, number: int) -> None:
         """Move one block, on a thread of the file. The thread with the last block ends the transfer."""
         if self._untouched:
             self._untouched, self.began_s = False, time.perf_counter()
-            memory = () if self._memory is None else (self._memory,)
-            host_access(*((memory, ()) if self.writes else ((), memory)))
+            self._tell_access()
         failure = None
         if self._failure is None:
             try:
                 self._file._move(
-                    self._address + at, self._offset + at, nbytes, bounce, writes=self.writes
+                    self._address + at, self._offset + at, nbytes, number, writes=self.writes
                 )
             except DiskError as error:
                 failure = _Failure(str(error), error.__cause__)
@@ -135,6 +141,11 @@ class Transfer:
             last = self._blocks_left == 0
         if last:
             self._end(self._failure)
+
+    def _tell_access(self) -> None:
+        """A function of its own: no frame of the thread may keep the memory longer than the transfer."""
+        memory = () if self._memory is None else (self._memory,)
+        host_access(*((memory, ()) if self.writes else ((), memory)))
 
     def _end(self, failure: _Failure | None) -> None:
         self.ended_s = time.perf_counter()
@@ -155,20 +166,6 @@ class _Failure:
         self.cause = None if cause is None else cause.with_traceback(None)
 
 
-class _Bounce:
-    """A thread's aligned buffer for memory that is not aligned. Allocated at its first use."""
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    def address(self, file: SwapFile) -> int:
-        if self._memory is None:
-            self._memory = aligned_bytes(_BOUNCE_NBYTES)
-            with file._lock:
-                file.bounce_nbytes += _BOUNCE_NBYTES
-        return self._memory.data_ptr()
-
-
 _Jobs = SimpleQueue[tuple[Transfer, int, int] | None]
 
 
@@ -178,14 +175,19 @@ class SwapFile:
     ``directory`` may begin with ``~``, and is made if only its last component is missing. ``direct``:
     transfers bypass the page cache. ``read_nbytes`` and ``written_nbytes`` count what system calls moved,
     with padding to whole pages. ``bounce_nbytes`` is the size of the threads' buffers for memory that is
-    not aligned. The threads start with the first transfer.
+    not aligned; ``ledger`` gets it. The threads start with the first transfer.
 
     Raises:
         DiskError: no file can be made there. Every method raises it if the disk fails.
     """
 
     def __init__(
-        self, directory: str | Path, *, threads: int = 4, block_nbytes: int = BLOCK_NBYTES
+        self,
+        directory: str | Path,
+        *,
+        threads: int = THREADS,
+        block_nbytes: int = BLOCK_NBYTES,
+        ledger: Ledger | None = None,
     ) -> None:
         assert threads > 0
         assert block_nbytes > 0
@@ -195,7 +197,8 @@ class SwapFile:
         self.read_nbytes = 0
         self.written_nbytes = 0
         self.reserved_nbytes = 0
-        self.bounce_nbytes = 0
+        self._ledger = ledger
+        self._bounces: list[Tensor] = []  # one for each thread
         self._fd, self.path = open_unnamed(self.directory)
         self._jobs: _Jobs = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -214,6 +217,15 @@ class SwapFile:
                 f"{reason(error)}; {free} bytes are free there. State cannot be stored on it: "
                 "give another nvme_path."
             ) from error
+
+    @property
+    def bounce_nbytes(self) -> int:
+        """Bytes of the buffers for memory that is not aligned."""
+        return BOUNCE_NBYTES * len(self._bounces)
+
+    def memory(self, nbytes: int) -> Tensor:
+        """Zeroed memory ``[nbytes]``, uint8, that transfers move directly if it is whole pages."""
+        return aligned_bytes(nbytes)
 
     def reserve(self, nbytes: int) -> Extent:
         """Reserve ``nbytes`` of the disk, rounded up to whole pages.
@@ -274,14 +286,29 @@ class SwapFile:
             os.fdatasync(self._fd)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def close(self) -> None:
-        """Wait for transfers, end the threads and free the disk space. May be called again."""
+    def drain(self) -> None:
+        """Wait until no transfer is in flight. An error of one is for who waits for that one."""
         while self._moving and os.getpid() == self._pid:
             with self._lock:
                 moving = list(self._moving)
             for transfer in moving:
                 transfer.join()
+
+    def close(self) -> None:
+        """Wait for transfers, end the threads and free the disk space. May be called again."""
+        self.drain()
         self._finish()
+        self._bounces = []
+        self._report_bounces()
+
+    def _make_bounces(self, count: int) -> None:
+        self._bounces = [self.memory(BOUNCE_NBYTES) for _ in range(count)]
+        self._report_bounces()
+
+    def _report_bounces(self) -> None:
+        if self._ledger is not None:
+            owner = f"alignment buffers of {self.directory}"
+            self._ledger.hold("scratch", owner, self.bounce_nbytes, Tier.HOST)
 
     def _submit(
         self,
@@ -295,11 +322,15 @@ class SwapFile:
         self._check_usable()
         nbytes = memory.nbytes if nbytes is None else nbytes
         transfer = Transfer(self, extent, memory, nbytes, writes=writes)
+        is_aligned = not (memory.data_ptr() % PAGE_NBYTES or nbytes % PAGE_NBYTES)
+        if self.direct and nbytes and not is_aligned and not self._bounces:
+            self._make_bounces(self._threads_wanted)
         with self._lock:
             self._moving.add(transfer)
             while len(self._threads) < self._threads_wanted:
-                name = f"zeroshard-disk-{len(self._threads)}"
-                thread = threading.Thread(target=_serve, args=(self._jobs,), name=name, daemon=True)
+                number = len(self._threads)
+                name, given = f"zeroshard-disk-{number}", (self._jobs, number)
+                thread = threading.Thread(target=_serve, args=given, name=name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
         transfer._start(after)
@@ -321,17 +352,15 @@ class SwapFile:
         with self._lock:
             self._moving.discard(transfer)
 
-    def _move(
-        self, address: int, offset: int, nbytes: int, bounce: _Bounce, *, writes: bool
-    ) -> None:
-        """Move one block: the aligned part directly, the rest through ``bounce``."""
+    def _move(self, address: int, offset: int, nbytes: int, number: int, *, writes: bool) -> None:
+        """Move one block: the aligned part directly, the rest through the buffer of thread ``number``."""
         straight = nbytes
         if self.direct:
             straight = 0 if address % PAGE_NBYTES else nbytes - nbytes % PAGE_NBYTES
         if straight:
             self._call(address, offset, straight, writes=writes)
-        for at in range(straight, nbytes, _BOUNCE_NBYTES):
-            between, part = bounce.address(self), min(_BOUNCE_NBYTES, nbytes - at)
+        for at in range(straight, nbytes, BOUNCE_NBYTES):
+            between, part = self._bounces[number].data_ptr(), min(BOUNCE_NBYTES, nbytes - at)
             if writes:
                 ctypes.memmove(between, address + at, part)
                 ctypes.memset(between + part, 0, round_to_page(part) - part)
@@ -369,14 +398,13 @@ class SwapFile:
         )
 
 
-def _serve(jobs: _Jobs) -> None:
-    """The main function of a thread. Between two jobs it refers to no transfer and no file."""
-    bounce = _Bounce()
+def _serve(jobs: _Jobs, number: int) -> None:
+    """The main function of thread ``number``. Between two jobs it refers to no transfer and no file."""
     while True:
         job = jobs.get()
         if job is None:
             return
-        job[0]._run(job[1], job[2], bounce)
+        job[0]._run(job[1], job[2], number)
         del job
 
 

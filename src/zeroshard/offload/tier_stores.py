@@ -18,9 +18,7 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.device.copy_streams import CopyStreams
 from zeroshard.device.pinned import HostArena, slot_nbytes
-from zeroshard.memory.direct_io import round_to_page
-from zeroshard.offload.grad_store import DiscardedGradStore, GradStore
-from zeroshard.offload.pager import SLOTS, page_nbytes
+from zeroshard.offload.grad_store import GradStore
 from zeroshard.offload.shard_store import HostShardStore, MemoryShardStore, ShardStore
 from zeroshard.offload.step_numbers import WatchedShard
 
@@ -35,7 +33,7 @@ class TierOpening:
     """What the stores of a tier are made from. The sections are None if the configuration has none.
 
     ``streams``: copies between host memory and the device; None if they are one memory. ``watched`` gets
-    each shard that is not on the device.
+    each shard that is not on the device. ``is_planned``: tensors are fake, so there is no file.
     """
 
     tier: Tier
@@ -45,6 +43,7 @@ class TierOpening:
     param: OffloadParamConfig | None
     streams: CopyStreams | None = None
     watched: list[WatchedShard] = field(default_factory=list)
+    is_planned: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -145,24 +144,7 @@ class _FakeShardStore(MemoryShardStore):
 
 
 class FakeStores(TierStores):
-    """Any tier but the device under fake tensors: no file is opened, and stores keep fake tensors.
-
-    ``file_nbytes``: what a file would reserve, in whole pages.
-    """
-
-    def __init__(self, opening: TierOpening) -> None:
-        super().__init__(opening)
-        self._file_nbytes = 0
-        self._slots: Tensor | None = None
-
-    @property
-    def file_nbytes(self) -> int:
-        """See :class:`TierStores`."""
-        return self._file_nbytes
-
-    def _reserve(self, nbytes: int) -> None:
-        if self.tier.only_in_use:
-            self._file_nbytes += round_to_page(nbytes)
+    """Host memory under fake tensors, for a rank that may have a GPU."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See :class:`TierStores`."""
@@ -170,22 +152,4 @@ class FakeStores(TierStores):
 
     def shard_store(self, unit: str, shard_S: Tensor) -> ShardStore:
         """See :class:`TierStores`."""
-        self._reserve(shard_S.nbytes)
         return _FakeShardStore(shard_S, self.tier)
-
-    def grad_store(self, unit: str, nbytes: int) -> GradStore | None:
-        """See :class:`TierStores`."""
-        self._reserve(nbytes)
-        return DiscardedGradStore(self.tier, ledger=self._opening.ledger, name=unit)
-
-    def chunk_memory(self, numel: int, dtypes: Mapping[str, torch.dtype]) -> ChunkMemory | None:
-        """See :class:`TierStores`."""
-        self._reserve(page_nbytes(numel, dtypes.values()))
-        return None
-
-    def open_pager(self, largest_nbytes: int) -> Pager | None:
-        """See :class:`TierStores`. No pager is opened, but the memory of its slots is counted."""
-        self._slots = torch.empty(SLOTS * round_to_page(largest_nbytes), dtype=torch.uint8)
-        owner = "buffers of the pager"
-        self._opening.ledger.hold("scratch", owner, self._slots.nbytes, Tier.HOST)
-        return None

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.comm.shared_memory import Windows, window_listeners
 from zeroshard.core.ledger import TRANSPORT, Ledger
 from zeroshard.core.tiers import Tier
+from zeroshard.memory.direct_io import aligned_listeners
 from zeroshard.memory.storage import resize_listeners
 from zeroshard.planner.places import NOWHERE, Place, Places
 
@@ -77,8 +78,8 @@ class Allocations(TorchDispatchMode):
 
     ``real``: of tensors with values, in a run that is compared with its plan; otherwise of fake ones.
     Storages that torch did not allocate, such as shared memory, are not followed; windows of a
-    shared-memory transport tell of themselves. ``buffers_nbytes``: how many of the followed bytes are
-    buffers of a transport.
+    shared-memory transport and page-aligned memory tell of themselves. ``buffers_nbytes``: how many of
+    the followed bytes are buffers of a transport.
     Costs some microseconds for each operation. ``note(func, args, result)`` gets every call. ``phase``:
     set by the program; each phase has a :class:`Moment` in ``moments``. In the phase "init" the ledger
     does not exist yet, and everything counts as device memory. ``looked(held)``: gets what is held after
@@ -106,17 +107,20 @@ class Allocations(TorchDispatchMode):
         self.moments: dict[str, Moment] = {}
         self.activations_nbytes = 0
         self.peak_nbytes = 0
+        self.together: dict[str, int] = {}  # by phase: the most of device and host memory
 
     def __enter__(self) -> Any:
         """Follow from now on."""
         resize_listeners.append(self._resize)
         window_listeners.append(self._take)
+        aligned_listeners.append(self._align)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         """Follow nothing more."""
         resize_listeners.remove(self._resize)
         window_listeners.remove(self._take)
+        aligned_listeners.remove(self._align)
         super().__exit__(*error)
 
     def __torch_dispatch__(
@@ -146,6 +150,7 @@ class Allocations(TorchDispatchMode):
         self._ledger, self._places = ledger, places
         self.activations_nbytes = self.peak_nbytes = 0
         self.moments = {name: at for name, at in self.moments.items() if name == "init"}
+        self.together = {name: n for name, n in self.together.items() if name == "init"}
 
     def look(self, what: str) -> None:
         """Compare what is held now with the peaks. ``what``: the name of the moment."""
@@ -167,8 +172,16 @@ class Allocations(TorchDispatchMode):
         key = storage._cdata
         if key in self._at or (self._real and not storage.resizable()):  # torch did not allocate it
             return
+        self._begin_storage(tensor, func.name().partition(".")[0])
+
+    def _align(self, tensor: Tensor) -> None:
+        if self._real:  # fake tensors stand for it in a plan, and the dispatcher sees these
+            self._begin_storage(tensor, "page-aligned memory")
+
+    def _begin_storage(self, tensor: Tensor, op: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
         self._refs[key] = weakref.ref(storage, lambda _: self._forget(key))
-        op = func.name().partition(".")[0]
         self._begin(key, tensor, storage.nbytes(), op)
 
     def _begin(self, key: int, tensor: Tensor, nbytes: int, op: str) -> None:
@@ -214,13 +227,9 @@ class Allocations(TorchDispatchMode):
         self._events.append(~number)
 
     def _followed(self, ledger: Ledger) -> int:
-        """Bytes of the ledger that are in storages. Of what is on disk only fakes have some."""
+        """Bytes of the ledger that are in storages."""
         disk = Tier.DISK.name
-        return sum(
-            nbytes
-            for (category, tier), nbytes in ledger.held().items()
-            if tier != disk or not (self._real or category == "gradients")
-        )
+        return sum(nbytes for (_, tier), nbytes in ledger.held().items() if tier != disk)
 
     def _look(self, op: str, place: Place, *, gathered_nbytes: int = 0) -> None:
         """Compare with the peaks. ``gathered_nbytes``: what the ledger gets right after this call."""
@@ -239,6 +248,8 @@ class Allocations(TorchDispatchMode):
         device = others + on_device + transport
         self.activations_nbytes = max(self.activations_nbytes, others)
         self.peak_nbytes = max(self.peak_nbytes, device)
+        together = device + known - on_device
+        self.together[self.phase] = max(self.together.get(self.phase, 0), together)
         last = self.moments.get(self.phase)
         if self.looked is not None:
             self.looked(Held(self.phase, device, self._held(gathered_nbytes, transport), others))

@@ -86,7 +86,9 @@ class Simulation:
     storages at the highest of these moments of the last step. ``units``: their names. ``events``: what
     the rank held in the last step, and what it did if that was asked for, in order. ``updated``: what
     its update reads and writes. ``communicators``: that this rank would open on NCCL, besides the
-    program's own. ``file_nbytes``: what its swap files reserve. ``starts``: of each micro-batch, how many
+    program's own. ``file_nbytes``: what its swap files reserve. ``swapped``: bytes that the step reads
+    from them and writes. ``together``: of each phase, the most bytes of device and host memory at one
+    time; they are one memory on CPU ranks. ``starts``: of each micro-batch, how many
     events come before it. ``checkpoint``: what saving and loading need, if that was asked for; then there
     are moments "save" and "load" too.
     """
@@ -108,6 +110,8 @@ class Simulation:
     updated: Updated
     communicators: int
     file_nbytes: int
+    swapped: tuple[int, int]
+    together: Mapping[str, int]
     starts: tuple[int, ...] = ()
     checkpoint: CheckpointNeeds | None = None
 
@@ -183,7 +187,8 @@ def simulate(
 def _and_checkpoint(engine: Engine, watch: Allocations, found: Simulation) -> Simulation:
     watch.looked = None  # the step is over
     needs = checkpoint_phases(engine, watch)
-    return replace(found, moments=dict(watch.moments), checkpoint=needs)
+    together = dict(watch.together)
+    return replace(found, moments=dict(watch.moments), together=together, checkpoint=needs)
 
 
 def observe(
@@ -227,7 +232,7 @@ def observe(
             watch.phase = "load"
             watch.look("a load")
             engine.load_checkpoint(directory)
-            return replace(found, moments=dict(watch.moments))
+            return replace(found, moments=dict(watch.moments), together=dict(watch.together))
 
 
 def _buffers_of(engine: Engine) -> Callable[[], int]:
@@ -247,14 +252,16 @@ def _last_step(
     with_events: bool = False,
 ) -> Simulation:
     """Take ``steps`` steps and measure the last one."""
+    before = 0, 0
     for last in reversed(range(steps)):
         if not last:
             _begin(engine, watch, log)
+            before = _swapped(engine)
             log.begin_memory(watch)
             if with_events:
                 log.begin([c for c in engine._watch.comms if isinstance(c, RecordedComm)], watch)
         step()
-    return _result(engine, model, watch, log)
+    return _result(engine, model, watch, log, before)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -327,9 +334,20 @@ def _begin(engine: Engine, watch: Allocations, log: StepLog) -> None:
         recorder.reset_traffic()
 
 
-def _result(engine: Engine, model: nn.Module, watch: Allocations, log: StepLog) -> Simulation:
+def _swapped(engine: Engine) -> tuple[int, int]:
+    """Bytes read from swap files and written, until now."""
+    for file in engine.runtime.stores.files:
+        file.drain()
+    moved = engine.runtime.stores.moved_nbytes
+    return moved["read_nbytes"], moved["written_nbytes"]
+
+
+def _result(
+    engine: Engine, model: nn.Module, watch: Allocations, log: StepLog, before: tuple[int, int]
+) -> Simulation:
     mesh, rank = engine.mesh, engine.global_rank
     bubble, in_flight = _schedule_of(model, mesh, rank, engine.accumulation.steps)
+    read, written = _swapped(engine)
     return Simulation(
         mesh,
         rank,
@@ -348,6 +366,8 @@ def _result(engine: Engine, model: nn.Module, watch: Allocations, log: StepLog) 
         updated_by(engine),
         _communicators(engine),
         engine.runtime.stores.file_nbytes,
+        (read - before[0], written - before[1]),
+        dict(watch.together),
         tuple(log.starts),
     )
 

@@ -358,8 +358,7 @@ class OptimizerShard:
     def _tier_of(self, chunk: OptimizerChunk, value: Tensor) -> Tier:
         """The tier of a tensor of state. Step counts are not in ``state_C``, but in host memory."""
         if chunk.page is None and not chunk.state_C:
-            # Simulated chunks on disk have no page. Step counts would be in none.
-            return Tier.HOST if chunk.tier.only_in_use and not value.dim() else chunk.tier
+            return chunk.tier
         is_there = any(storage.is_shared(value, flat_C) for flat_C in chunk.state_C.values())
         return chunk.tier if is_there else Tier.HOST
 
