@@ -108,7 +108,10 @@ FAMILIES: dict[str, tuple[str, Callable[[Size], dict[str, int]]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run. ``offload``: where the optimizer is between steps; "nvme": parameters too at stage 3."""
+    """One run. ``offload``: where the optimizer is between steps; "nvme": parameters too at stage 3.
+
+    ``tensor``: of the ranks, how many a model is cut over.
+    """
 
     family: str
     stage: int
@@ -117,12 +120,14 @@ class Case:
     transport: str = "p2p"
     ranks: int = 2
     size: Size = SMALL
+    tensor: int = 1
 
     @property
     def name(self) -> str:
         """For messages."""
         words = [self.family, f"stage {self.stage}", self.transport, f"{self.ranks} ranks"]
         words += ["checkpointed"] * self.checkpointed + [self.offload] * (self.offload != "none")
+        words += [f"tensor {self.tensor}"] * (self.tensor > 1)
         return ", ".join(words)
 
 
@@ -140,6 +145,14 @@ ON_DISK = [
     for family, (stage, transport, ranks) in itertools.product(
         FAMILIES, ((1, "p2p", 3), (2, "shm", 2), (3, "p2p", 2), (3, "shm", 3))
     )
+]
+
+
+CUT = [
+    Case(
+        "llama", stage, False, "none", "shm" if stage % 2 == ranks // 4 else "p2p", ranks, tensor=2
+    )
+    for stage, ranks in itertools.product(range(4), (2, 4))
 ]
 
 
@@ -198,7 +211,8 @@ def settings(case: Case, folder: str = "/tmp") -> dict[str, Any]:
         zero["offload_optimizer"] = place
         if case.stage == 3 and case.offload == "nvme":
             zero["offload_param"] = place
-    return {
+    cut = {"tensor_parallel": {"autotp_size": case.tensor}} if case.tensor > 1 else {}
+    return cut | {
         "train_micro_batch_size_per_gpu": case.size.batch,
         "gradient_clipping": 1.0,
         "transport": case.transport,
@@ -274,9 +288,12 @@ def swap_folder() -> tempfile.TemporaryDirectory[str]:
 
 def planned(case: Case) -> Simulation:
     """The plan of rank 0."""
-    mesh = Mesh(data_shard=case.ranks)
+    mesh = Mesh(data_shard=case.ranks // case.tensor, tensor=case.tensor)
     batch = _batch(case.size)
-    return simulate(build(case), settings(case), batch, mesh=mesh, rank=0, loss_fn=loss_of, steps=3)
+    return simulate(
+        build(case), settings(case), batch, mesh=mesh, rank=0, loss_fn=loss_of, steps=3,
+        plan="auto" if case.tensor > 1 else None,
+    )  # fmt: skip
 
 
 def differences(real: Simulation, plan: Simulation) -> list[str]:
@@ -468,6 +485,7 @@ def init_row(case: Case) -> dict[str, Any]:
 
 PARTS: dict[str, tuple[list[Case], Callable[[Case], dict[str, Any]]]] = {
     "tensors": (ALL, tensor_row),
+    "cut": (CUT, tensor_row),
     "disk": (ON_DISK, tensor_row),
     "process": ([replace(case, size=LARGE) for case in covering()], process_row),
     "disk process": ([replace(case, size=LARGE) for case in ON_DISK], process_row),
@@ -494,6 +512,8 @@ def _summary(part: str, rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "|---|--:|--:|--:|--:|--:|"
     for family in FAMILIES:
         found = [row for row in rows if row["family"] == family]
+        if not found:
+            continue
         off = [row["off"] for row in found]
         equal = sum(row["real_nbytes"] == row["planned_nbytes"] for row in found)
         yield (

@@ -51,6 +51,18 @@ def test_with_state_on_disk_files_traffic_buffers_and_peaks_are_planned():
         assert abs(off) <= plan_check.TOLERANCE, phase
 
 
+@pytest.mark.parametrize(("stage", "transport", "ranks"), [(1, "p2p", 2), (3, "shm", 4)])
+def test_a_model_cut_over_tensor_ranks_needs_what_its_plan_says(stage, transport, ranks):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    case = plan_check.Case("llama", stage, False, "none", transport, ranks, tensor=2)
+    real, plan = plan_check.run_and_plan(case)
+    assert plan_check.differences(real, plan) == []
+    cut = sum(row.numel for row in plan.traffic if row.name == "layers")
+    assert cut > 10 * case.size.batch * case.size.tokens * case.size.width
+    for phase, off in plan_check.offs(real, plan).items():
+        assert abs(off) <= plan_check.TOLERANCE, phase
+
+
 @pytest.mark.parametrize(("full", "part", "dtype"), [(128, 63, "float32"), (128, 64, "float16")])
 def test_a_planned_transport_refuses_what_a_real_one_could_not_do(full, part, dtype):
     with lone_rank(0, 2), FakeTensorMode():

@@ -110,7 +110,7 @@ def test_a_refused_reservation_is_explained_although_the_directory_is_gone(tmp_p
 
 def test_a_disk_that_somebody_else_fills_does_not_stop_the_run(small_disk):
     file = SwapFile(small_disk)
-    pager = Pager(file, NBYTES, slots=3)
+    pager = Pager(file, [NBYTES] * 3)
     pages = [pager.page(NBYTES) for _ in range(100)]
     with pytest.raises(OSError, match="No space left"), open(small_disk / "other", "wb") as other:
         while True:
@@ -166,7 +166,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def pager(file):
-    made = Pager(file, NBYTES, slots=3)
+    made = Pager(file, [NBYTES] * 3)
     yield made
     made.close()
 
@@ -313,7 +313,7 @@ def test_a_block_that_fails_for_any_other_reason_reaches_who_waits(file, monkeyp
 
 def test_a_directory_that_is_removed_does_not_stop_the_run(tmp_path):
     file = SwapFile(tmp_path / "swap")
-    pager = Pager(file, NBYTES, slots=3)
+    pager = Pager(file, [NBYTES] * 3)
     pages = pages_of(pager, 5)
     shutil.rmtree(tmp_path / "swap")
     pages.append(pager.page(NBYTES))
@@ -332,7 +332,7 @@ from zeroshard.offload.swap_file import SwapFile
 from zeroshard.offload.pager import Pager
 
 file = SwapFile(sys.argv[1])
-pager = Pager(file, 1 << 20)
+pager = Pager(file, [1 << 20] * 5)
 pages = [pager.page(1 << 20) for _ in range(10)]
 for page in pager.walk(pages):
     page.bytes.fill_(1)

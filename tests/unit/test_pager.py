@@ -27,7 +27,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def pager(file):
-    made = Pager(file, NBYTES, slots=3)
+    made = Pager(file, [NBYTES] * 3)
     yield made
     made.close()
 
@@ -82,7 +82,7 @@ class Calls:
 @pytest.mark.parametrize("read_ahead", [0, 1, 2, 5])
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_changes_of_a_walk_are_found_by_the_next_one(file, slots, read_ahead, drain):
-    pager = Pager(file, NBYTES, slots=slots, read_ahead=read_ahead)
+    pager = Pager(file, [NBYTES] * slots, read_ahead=read_ahead)
     pages = filled(pager, 11)
     for number, page in enumerate(pager.walk(pages, drain=drain)):
         assert (page.bytes == number).all()
@@ -112,7 +112,7 @@ def test_a_page_that_comes_twice_in_a_walk_shows_its_own_changes(pager):
 def test_any_sequence_of_walks_and_opens_equals_a_list_in_memory(tmp_path_factory, data):
     file = SwapFile(tmp_path_factory.mktemp("disk"), block_nbytes=PAGE_NBYTES)
     pager = Pager(
-        file, NBYTES, slots=data.draw(st.integers(1, 4)), read_ahead=data.draw(st.integers(0, 3))
+        file, [NBYTES] * data.draw(st.integers(1, 4)), read_ahead=data.draw(st.integers(0, 3))
     )
     model = list(range(data.draw(st.integers(1, 8))))
     pages = filled(pager, len(model))
@@ -167,7 +167,7 @@ def test_reads_run_in_front_of_the_page_in_use(pager, monkeypatch):
 
 
 def test_writes_run_behind_the_page_in_use(file, monkeypatch):
-    pager = Pager(file, NBYTES, slots=5)
+    pager = Pager(file, [NBYTES] * 5)
     pages = filled(pager, 6)
     calls = Calls(monkeypatch)
     calls.go.clear()
@@ -316,7 +316,7 @@ def let_go_when_joined(calls: Calls, monkeypatch) -> None:
 
 
 def test_nothing_moves_any_more_when_a_consumer_has_left(file, monkeypatch):
-    pager = Pager(file, NBYTES, slots=5)
+    pager = Pager(file, [NBYTES] * 5)
     pages = filled(pager, 3)  # all reads are queued in front of the first write
     calls = Calls(monkeypatch)
     let_go_when_joined(calls, monkeypatch)

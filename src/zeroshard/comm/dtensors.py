@@ -47,6 +47,12 @@ def note_kinds(params: Iterable[Tensor]) -> None:
         KINDS.update(type(param) for param in params if isinstance(param, module.DTensor))
 
 
+def has_dtensor(types: Iterable[type]) -> bool:
+    """Whether the class of a DTensor is among ``types``."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in types)
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor; any other tensor itself. No autograd, no communication."""
     return tensor._local_tensor if type(tensor) in KINDS else tensor  # type: ignore[attr-defined]

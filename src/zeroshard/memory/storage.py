@@ -41,7 +41,7 @@ _ROWS = _COLUMNS = 2**12
 """The words of a fingerprint are summed by rows and by columns of a matrix of at most this size."""
 
 WEIGHTS_NBYTES = 8 * (2 * _COLUMNS + _ROWS)
-"""Memory on the device that fingerprints need, from the first one on, for all engines of the process."""
+"""Memory on the device that fingerprints need. Who takes many keeps :func:`weights_for`."""
 
 WEIGHTS_OWNER = "weights of fingerprints"
 """The owner of that memory in a ledger."""
@@ -53,7 +53,7 @@ def fingerprint(flat: Tensor) -> Tensor:
     Reads the memory twice, in five kernels per 128 MiB, and does not wait for the device. ``flat`` has a
     multiple of 8 bytes.
     """
-    weights = weights_on(flat.device)
+    weights = weights_for(flat)
     total: Tensor | None = None
     for piece in flat.view(torch.int64).split(_ROWS * _COLUMNS):
         rows = len(piece) // _COLUMNS
@@ -79,26 +79,19 @@ def _make_weights() -> Tensor:
     return weights
 
 
-_weights: dict[torch.device, Tensor] = {}  # WEIGHTS_NBYTES for each device
-_planned_weights: weakref.WeakValueDictionary[tuple[int, torch.device], Tensor]
-_planned_weights = weakref.WeakValueDictionary()  # by simulation, which has to keep them
+_weights: weakref.WeakValueDictionary[tuple[int, torch.device], Tensor]
+_weights = weakref.WeakValueDictionary()  # by simulation (0: none) and device
 
 
-def weights_on(device: torch.device) -> Tensor:
-    """The weights of fingerprints of memory on a device.
+def weights_for(flat: Tensor) -> Tensor:
+    """The weights of fingerprints on the device of ``flat``: they exist as long as a caller keeps them.
 
-    The copy waits for the device, once, so every stream may read them. Of fake tensors they live as long
-    as the caller keeps them.
+    The copy waits for the device, once, so every stream may read them.
     """
-    if isinstance(there := torch.empty(0, device=device), FakeTensor):
-        key = id(there.fake_mode), device
-        planned = _planned_weights.get(key)
-        if planned is None:
-            _planned_weights[key] = planned = _make_weights().to(device)
-        return planned
-    weights = _weights.get(device)
-    if weights is None or weights.device != device:  # a device may have been a pretended one
-        _weights[device] = weights = _make_weights().to(device)
+    key = id(flat.fake_mode) if isinstance(flat, FakeTensor) else 0, flat.device
+    weights = _weights.get(key)
+    if weights is None or weights.device != flat.device:  # a device may have been a pretended one
+        _weights[key] = weights = _make_weights().to(flat.device)
     return weights
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from zeroshard.device.pinned import HostArena
 from zeroshard.offload.grad_store import DiskGradStore, GradStore
-from zeroshard.offload.pager import Pager, page_nbytes
+from zeroshard.offload.pager import Pager, page_nbytes, slot_sizes
 from zeroshard.offload.planned_file import PlannedSwapFile
 from zeroshard.offload.shard_store import DiskShardStore, ShardStore, WritesInFlight
 from zeroshard.offload.staged_shard_store import StagedDiskShardStore, StagingSlots
@@ -85,9 +85,9 @@ class DiskStores(TierStores):
             name=unit,
         )
 
-    def open_pager(self, largest_nbytes: int) -> Pager | None:
+    def open_pager(self, pages_nbytes: Sequence[int]) -> Pager | None:
         """See :class:`TierStores`."""
-        self._pager = Pager(self._optimizer_file(), largest_nbytes)
+        self._pager = Pager(self._optimizer_file(), slot_sizes(pages_nbytes))
         return self._pager
 
     def chunk_memory(self, numel: int, dtypes: Mapping[str, torch.dtype]) -> ChunkMemory | None:

@@ -19,9 +19,9 @@ from zeroshard.core.tiers import TIERS, Placement, Span, Tier, place
 from zeroshard.device.pinned import slot_nbytes
 from zeroshard.errors import UnsupportedError
 from zeroshard.memory.direct_io import round_to_page
-from zeroshard.offload import pager, staged_shard_store
+from zeroshard.offload import staged_shard_store
 from zeroshard.offload.host_chunk import SHARED_BUFFERS
-from zeroshard.offload.pager import page_nbytes
+from zeroshard.offload.pager import page_nbytes, slot_sizes
 from zeroshard.offload.step_numbers import numbers_numel
 from zeroshard.optim.factory import Probe
 from zeroshard.precision.policy import DtypeRow
@@ -197,7 +197,10 @@ def grad_itemsize(offload_plan: OffloadPlan) -> int:
 def page_sizes(
     offload_plan: OffloadPlan, found: Mapping[torch.dtype, Probe]
 ) -> Iterator[tuple[Tier, int]]:
-    """The tier of each chunk that has memory only in use, and an upper bound on its bytes."""
+    """The tier of each chunk that has memory only in use, and an upper bound on its bytes.
+
+    In the order in which the chunks are made and updated, that of forward.
+    """
     for name, spans in offload_plan.spans.items():
         row = offload_plan.rows[name]
         kept = [dtype for dtype in found[row.master].state.values() if dtype is not None]
@@ -219,7 +222,7 @@ def disk_buffer_nbytes(
 
     A shard passes through a slot on its way to a device with other memory (``has_copy_streams``).
     """
-    page = max((nbytes for _, nbytes in page_sizes(offload_plan, found)), default=0)
+    pages = slot_sizes([nbytes for _, nbytes in page_sizes(offload_plan, found)])
     shard = max(
         (
             unit.param_nbytes * unit.layout.shard_numel
@@ -229,7 +232,7 @@ def disk_buffer_nbytes(
         default=0,
     )
     slots = staged_shard_store.SLOTS * slot_nbytes(shard, torch.uint8) if has_copy_streams else 0
-    return pager.SLOTS * round_to_page(page) + round_to_page(slots)
+    return sum(map(round_to_page, pages)) + round_to_page(slots)
 
 
 def shared_nbytes(offload_plan: OffloadPlan) -> tuple[int, int]:

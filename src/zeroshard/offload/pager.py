@@ -22,7 +22,16 @@ from zeroshard.memory.direct_io import round_to_page
 from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
 
 SLOTS = 5
-"""The number of pages that have memory at a time."""
+"""The most pages that have memory at a time."""
+
+
+def slot_sizes(pages_nbytes: Sequence[int]) -> list[int]:
+    """Bytes of the slots for pages of these sizes: each one has room for the largest page that it gets.
+
+    >>> slot_sizes([40, 10, 10, 10, 10, 30, 20])
+    [40, 20, 10, 10, 10]
+    """
+    return [max(pages_nbytes[at::SLOTS]) for at in range(min(SLOTS, len(pages_nbytes)))]
 
 
 class _Slot:
@@ -107,21 +116,18 @@ class TransferTimes:
 
 
 class Pager:
-    """A ring of ``slots`` equal slots of ``slot_nbytes`` bytes over one swap file.
+    """A ring of slots over one swap file. ``slots_nbytes``: the size of each, at most.
 
     A walk reads ``read_ahead`` pages ahead of the open one. The remaining slots are for writes.
     """
 
-    def __init__(
-        self, file: SwapFile, slot_nbytes: int, *, slots: int = SLOTS, read_ahead: int = 2
-    ) -> None:
-        assert slots > 0
+    def __init__(self, file: SwapFile, slots_nbytes: Sequence[int], *, read_ahead: int = 2) -> None:
+        assert slots_nbytes
         assert read_ahead >= 0
-        self.slot_nbytes = slot_nbytes
         self.timeline = TransferTimes()
         self._file = file
         self._read_ahead = read_ahead
-        self._slots = [_Slot(file.memory(round_to_page(slot_nbytes))) for _ in range(slots)]
+        self._slots = [_Slot(file.memory(round_to_page(nbytes))) for nbytes in slots_nbytes]
         self._pages = 0
 
     @property
@@ -135,8 +141,8 @@ class Pager:
         Raises:
             DiskError: the disk has no space for it.
         """
-        assert nbytes <= self.slot_nbytes, (nbytes, self.slot_nbytes)
         slot = self._slots[self._pages % len(self._slots)]
+        assert nbytes <= slot.bytes.nbytes, (nbytes, slot.bytes.nbytes)
         page = Page(nbytes, self._file.reserve(nbytes), slot)
         self._pages += 1
         return page

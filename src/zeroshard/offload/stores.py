@@ -22,7 +22,7 @@ from zeroshard.device.choice import choose_device, ops_of
 from zeroshard.device.copy_streams import CopyStreams, CudaCopyStreams
 from zeroshard.device.pinned import HostArena, slot_nbytes
 from zeroshard.memory.malloc import return_large_blocks
-from zeroshard.memory.storage import WEIGHTS_NBYTES, WEIGHTS_OWNER, weights_on
+from zeroshard.memory.storage import WEIGHTS_NBYTES, WEIGHTS_OWNER, weights_for
 from zeroshard.offload.grad_store import GradStore
 from zeroshard.offload.host_chunk import HostStaging
 from zeroshard.offload.offload_plan import (
@@ -78,7 +78,7 @@ class Stores:
         in_file = any(tier.only_in_use for tier in offload_plan.params.values())
         if self.streams is not None or in_file:
             ledger.hold("scratch", WEIGHTS_OWNER, WEIGHTS_NBYTES)
-            self._weights = weights_on(device)
+            self._weights = weights_for(torch.empty(0, device=device))
         if device.type == "cpu" and (offload_plan.grads or in_file):
             return_large_blocks()  # shards and gradients are allocated and freed between activations
 
@@ -115,9 +115,9 @@ class Stores:
     def pager(self, found: Mapping[torch.dtype, Probe]) -> Pager | None:
         """The ring for pages of optimizer state; None if there are none."""
         sizes = list(page_sizes(self._offload_plan, found))
-        largest_nbytes = max((nbytes for _, nbytes in sizes), default=0)
-        if largest_nbytes:
-            self._pager = self.stores_of(sizes[0][0]).open_pager(largest_nbytes)
+        if any(nbytes for _, nbytes in sizes):
+            pages_nbytes = [nbytes for _, nbytes in sizes]
+            self._pager = self.stores_of(sizes[0][0]).open_pager(pages_nbytes)
         return self._pager
 
     def chunk_memory(

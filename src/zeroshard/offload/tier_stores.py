@@ -6,7 +6,7 @@ what is different, and a row of :data:`zeroshard.core.tiers.TIERS`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -100,8 +100,8 @@ class TierStores:
         None: the master is allocated with torch, and state stays where the optimizer allocates it.
         """
 
-    def open_pager(self, largest_nbytes: int) -> Pager | None:
-        """The pager for pages of at most ``largest_nbytes``. None: chunks have no pages."""
+    def open_pager(self, pages_nbytes: Sequence[int]) -> Pager | None:
+        """The pager for pages of at most these bytes, in order. None: chunks have no pages."""
 
     def close(self) -> None:
         """Free memory and disk space."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroshard.comm.dtensors import has_dtensor
 from zeroshard.comm.shared_memory import Windows, window_listeners
 from zeroshard.core.ledger import TRANSPORT, Ledger
 from zeroshard.core.tiers import Tier
@@ -130,20 +131,27 @@ class Allocations(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operation and follow what it returns."""
+        """Run the operation and follow what it returns.
+
+        An operation on DTensors is left to them: it calls operations on local tensors, which come here.
+        """
         if func is _DEVICE and type(args[0]) is FakeTensor:  # more than half of all calls
             return args[0].device
+        if has_dtensor(types):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         self._note(func, args, result)
+        if not self._real and func.name() == "_c10d_functional::wait_tensor":
+            self._end_of(args[0])  # a fake result is a copy; a real one is its argument
         for value in result if isinstance(result, (list, tuple)) else (result,):
             if self._is_followed(value):
                 self._follow(value, func)
         return result
 
     def _is_followed(self, value: Any) -> bool:
-        if not self._real:
-            return type(value) is FakeTensor
-        return isinstance(value, Tensor) and not value.is_meta
+        if not (isinstance(value, Tensor) if self._real else type(value) is FakeTensor):
+            return False
+        return bool(value.device.type != "meta")
 
     def measure(self, ledger: Ledger, places: Places) -> None:
         """Measure the peaks of the phases of one step from now on."""
@@ -215,6 +223,11 @@ class Allocations(TorchDispatchMode):
     def _take(self, windows: Windows) -> None:
         self._windows[id(windows)] = windows
         self._look("window of the transport", self.here())
+
+    def _end_of(self, tensor: Tensor) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key in self._at:
+            self._end(key)
 
     def _forget(self, key: int) -> None:
         self._refs.pop(key, None)

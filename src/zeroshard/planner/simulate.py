@@ -409,7 +409,7 @@ def _traffic(engine: Engine, log: CallLog) -> Iterator[Traffic]:
     recorded = {id(c.recorder): c for c in engine._watch.comms if isinstance(c, RecordedComm)}
     for comm in recorded.values():
         for entry in comm.recorder.traffic():
-            if entry.calls:
+            if entry.calls and len(comm.ranks) > 1:
                 yield Traffic(
                     group_name(mesh, rank, comm.ranks), entry.op.partition(" ")[0], entry.name,
                     entry.calls, entry.payload_numel, entry.sent_numel,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import num_holders
 from zeroshard.comm.dtensors import local_part, whole_of
 from zeroshard.errors import DistributedError, ShardedAccess, UnsupportedError, UsageError
-from zeroshard.memory.storage import WEIGHTS_NBYTES, WEIGHTS_OWNER
+from zeroshard.memory.storage import WEIGHTS_NBYTES, weights_for
 from zeroshard.zero import sharded_parameter
 from zeroshard.zero.clip import pack_flags, unpack_any
 from zeroshard.zero.gradients import GradBuffer
@@ -235,11 +235,12 @@ def _edits(unit: Unit) -> tuple[list[str], bool]:
 
 def _fingerprints(unit: Unit) -> Tensor:
     """One fingerprint for each parameter, int64 ``[parameters]``. One that differs means a write."""
-    unit.ledger.hold("scratch", WEIGHTS_OWNER, WEIGHTS_NBYTES)
     flat_N = unit.full_N.detach()
-    return torch.stack(
-        [fingerprint_of(flat_N[slot.start : slot.stop]) for slot in unit.layout.slots]
-    )
+    unit.ledger.count_peak("scratch", WEIGHTS_NBYTES)
+    kept = weights_for(flat_N)
+    found = [fingerprint_of(flat_N[slot.start : slot.stop]) for slot in unit.layout.slots]
+    del kept
+    return torch.stack(found)
 
 
 def _adopt_edits(unit: Unit, source: int) -> None:
