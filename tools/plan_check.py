@@ -373,7 +373,9 @@ LOOK_FROM_NBYTES, PAGE_NBYTES = 512 << 10, 4096
 
 def return_all_blocks() -> None:
     """Let the C library return freed blocks from 64 KiB on to the system, else the process has them."""
-    ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 64 << 10)
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
+    libc.malloc_trim(0)
 
 
 def process_nbytes() -> int:
@@ -429,7 +431,7 @@ def _grow(case: Case, folder: str) -> int:
     _train(replace(case, size=SMALL), folder, 2, None)  # imports, threads, compiled kernels
     for _ in range(3):
         gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return_all_blocks()
     dist.barrier()
     before = process_nbytes()
     for listeners in (resize_listeners, window_listeners):
