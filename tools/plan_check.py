@@ -416,6 +416,7 @@ def _train(case: Case, folder: str, steps: int, looks: Looks | None) -> None:
     engine, *_ = zeroshard.initialize(model=model, config=settings(case, folder))
     return_all_blocks()  # an engine with state on disk sets a higher limit
     for last in reversed(range(steps)):
+        return_all_blocks()  # holes that the construction and earlier steps left in the heap
         with looks if looks is not None and not last else contextlib.nullcontext():
             loss = engine(**batch).loss
             engine.backward(loss)

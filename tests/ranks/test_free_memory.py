@@ -28,7 +28,7 @@ def test_ranks_of_a_host_share_its_memory_and_devices_do_not():
     ]
     assert verdict(needs, NOTHING, shared=False) == []
     with pytest.raises(
-        HostMemoryError, match=r"2 ranks of one host .* 6\.00 GiB of host memory more"
+        HostMemoryError, match=r"6\.00 GiB of host memory more for 2 ranks of one host"
     ):
         verdict(needs, NOTHING, shared=True)
     assert verdict(needs[1:], NOTHING, shared=True) == []
@@ -36,7 +36,7 @@ def test_ranks_of_a_host_share_its_memory_and_devices_do_not():
 
 def test_a_device_that_is_too_small_is_named_and_a_tight_one_is_a_line():
     with pytest.raises(
-        HostMemoryError, match=r"of rank 1 take 3\.00 GiB of device memory more, and 2"
+        HostMemoryError, match=r"take 3\.00 GiB of device memory more for rank 1, and 2"
     ):
         verdict([Need(0, 7, 1, GIB), Need(1, 7, 3 * GIB, 2 * GIB)], NOTHING, shared=False)
     (line,) = verdict([Need(0, 7, 9 * GIB, 10 * GIB)], NOTHING, shared=False)
@@ -56,7 +56,7 @@ def test_all_ranks_refuse_with_remedies_before_they_allocate():
     ):
         kit.engine(model, 0, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
     text = str(caught.value)
-    assert "2 ranks of one host (from rank 0) take 0.01 GiB of host memory more" in text
+    assert "take 0.01 GiB of host memory more for 2 ranks of one host (from rank 0)" in text
     assert text.endswith("}")
     assert all(param.shape == (256, 256) and param.grad is None for param in model.parameters())
     for line in re.findall(r"^ +(\{.*\})$", text, re.MULTILINE):

@@ -33,7 +33,7 @@ from zeroshard.engine.build_observer import make_observer
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
-from zeroshard.engine.free_memory import check_memory, new_nbytes
+from zeroshard.engine.free_memory import check_memory, new_nbytes, passing_nbytes
 from zeroshard.engine.non_finite import NanPolicy, nan_policy
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader
@@ -434,8 +434,9 @@ def _build_runtime(
             ),
         )  # fmt: skip
     if draft.device.type != "cpu" or not offload_plan.is_offloaded:
+        passing = _passing(in_order, stage, watch)
         forecast += check_memory(
-            new_nbytes(state_nbytes(plan, stage, comm.rank), model, draft.device),
+            new_nbytes(state_nbytes(plan, stage, comm.rank), model, draft.device, passing),
             watch.world,
             draft.rank_info.rank,
             draft.device,
@@ -458,6 +459,15 @@ def _build_runtime(
         stores, forecast, life, traffic,
         [unit for spec, unit in zip(specs, units, strict=True) if spec.pipeline_stage is None],
     )  # fmt: skip
+
+
+def _passing(in_order: Sequence[UnitSpec], stage: Stage, watch: CommSession) -> int:
+    spec = next((spec for spec in in_order if spec.trainable), None)
+    if spec is None:
+        return 0
+    comm = reductions_of(spec, watch)
+    has_scratch = hasattr(comm, "scratch_nbytes")
+    return passing_nbytes(spec.layout, spec.row, stage, ranks=comm.size, has_scratch=has_scratch)
 
 
 def _states_only(plan: Sequence[UnitBytes], config: Config, device: torch.device) -> Run:

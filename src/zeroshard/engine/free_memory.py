@@ -18,12 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.dtensors import local_of
 from zeroshard.comm.host import host_number
+from zeroshard.core.layout import UnitLayout
 from zeroshard.core.ledger import Key
+from zeroshard.core.stages import Stage
 from zeroshard.core.tiers import Tier
 from zeroshard.device.choice import ops_of
 from zeroshard.engine.remedies import Run, remedies
 from zeroshard.errors import HostMemoryError
 from zeroshard.memory.host_limits import host_limits
+from zeroshard.precision.policy import DtypeRow
 from zeroshard.zero.sharded_parameter import owner_of
 
 TIGHT = 0.8
@@ -42,9 +45,28 @@ class Need:
     free_nbytes: int
 
 
-def new_nbytes(planned: Mapping[Key, int], model: nn.Module, device: torch.device) -> int:
-    """Bytes on the device that the plan has beyond the model's own parameters there, at least.
+def passing_nbytes(
+    layout: UnitLayout, row: DtypeRow, stage: Stage, *, ranks: int, has_scratch: bool
+) -> int:
+    """Bytes on the device beside all states when the last unit of a backward is reduced, at least.
 
+    That is the first unit of forward. The gradients of all others are complete then. It has its whole
+    parameters where they are sharded, its whole gradient where gradients are, and a transport with memory
+    of its own (``has_scratch``) a part of it that arrives or is read by others.
+    """
+    if ranks == 1:
+        return 0
+    nbytes = layout.full_numel * row.reduce.itemsize if stage.shards_grads else 0
+    nbytes += layout.full_numel * row.param.itemsize if stage.shards_params else 0
+    return nbytes + (layout.shard_numel * row.reduce.itemsize if has_scratch else 0)
+
+
+def new_nbytes(
+    planned: Mapping[Key, int], model: nn.Module, device: torch.device, passing: int = 0
+) -> int:
+    """Bytes on the device that the run needs beyond the model's own parameters there, at least.
+
+    ``planned``: between steps; ``passing``: beside that, at one moment of a step.
     A parameter that is sharded already counts as whole: its shard is in memory, and not more than that.
     """
     kept: dict[int, int] = {}  # by storage, or by sharded parameter
@@ -59,7 +81,7 @@ def new_nbytes(planned: Mapping[Key, int], model: nn.Module, device: torch.devic
                 storage = local.untyped_storage()
                 kept[storage._cdata] = storage.nbytes()
     total = sum(nbytes for (_, tier), nbytes in planned.items() if tier is Tier.DEVICE)
-    return max(0, total - sum(kept.values()))
+    return max(0, total + passing - sum(kept.values()))
 
 
 def check_memory(
@@ -108,8 +130,9 @@ def _refusal(
 ) -> Iterator[str]:
     memory = "host memory" if shared else "device memory"
     yield (
-        f"This run does not fit: parameters, gradients and optimizer state of {_who(ranks)} take "
-        f"{_gib(wanted)} GiB of {memory} more, and {_gib(free)} GiB are free. Nothing was allocated."
+        f"This run does not fit: parameters, gradients, optimizer state and what they pass on their "
+        f"way take {_gib(wanted)} GiB of {memory} more for {_who(ranks)}, and {_gib(free)} GiB are "
+        "free. Nothing was allocated."
     )
     found = remedies(run, (wanted - free) // len(ranks))
     if not found:

@@ -23,6 +23,7 @@ from zeroshard.offload import staged_shard_store
 from zeroshard.offload.host_chunk import SHARED_BUFFERS
 from zeroshard.offload.pager import page_nbytes, slot_sizes
 from zeroshard.offload.step_numbers import numbers_numel
+from zeroshard.offload.swap_file import BOUNCE_NBYTES, THREADS
 from zeroshard.optim.factory import Probe
 from zeroshard.precision.policy import DtypeRow
 
@@ -218,7 +219,7 @@ def disk_buffer_nbytes(
     shards_params: bool,
     has_copy_streams: bool,
 ) -> int:
-    """Host memory through which state on disk passes: the ring of pages, and slots for shards.
+    """Host memory through which state on disk passes: pages, slots for shards, and what aligns memory.
 
     A shard passes through a slot on its way to a device with other memory (``has_copy_streams``).
     """
@@ -232,7 +233,9 @@ def disk_buffer_nbytes(
         default=0,
     )
     slots = staged_shard_store.SLOTS * slot_nbytes(shard, torch.uint8) if has_copy_streams else 0
-    return sum(map(round_to_page, pages)) + round_to_page(slots)
+    tiers = [*offload_plan.grads.values(), *offload_plan.params.values()]
+    bounces = THREADS * BOUNCE_NBYTES if any(tier.only_in_use for tier in tiers) else 0
+    return sum(map(round_to_page, pages)) + round_to_page(slots) + bounces
 
 
 def shared_nbytes(offload_plan: OffloadPlan) -> tuple[int, int]:
