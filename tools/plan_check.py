@@ -1,6 +1,6 @@
 """Compares plans with real runs of two and three ranks, and writes the tables of ``docs/plan.md``.
 
-    python tools/plan_check.py                    # all parts; takes about fifteen minutes on two cores
+    python tools/plan_check.py                    # all parts; takes tens of minutes on two cores
     python tools/plan_check.py --part process     # one part
     python tools/plan_check.py --write            # also the page, and the JSON of all rows
 
