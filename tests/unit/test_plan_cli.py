@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 
 import pytest
 from typer.testing import CliRunner
@@ -157,6 +158,25 @@ def test_a_sharded_parameter_cannot_be_converted_while_the_model_is_built(run):
     assert result.exit_code == 2
     wanted = "is converted from torch.float32 to torch.float16 while the model is built"
     assert wanted in " ".join(result.output.split())
+
+
+def test_host_and_device_are_one_memory_on_a_cpu(run, tmp_path):
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+    def found(*options):
+        result = run("nets_to_plan:plain", "--json", *options, ranks=1, zero_optimization=offload)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    gpu = resources.files("zeroshard.config").joinpath("machines", "h100.toml").read_text()
+    serial = tmp_path / "cpu.toml"
+    serial.write_text(gpu.replace('execution = "streams"', 'execution = "serial"'))
+    alone, cpu = found(), found("--machine", "cpu.toml")
+    assert "CPU ranks have one memory" in " ".join(alone["assumed"])
+    on_host = sum(row["measured"] for row in alone["memory"] if row["tier"] == "host")
+    assert on_host >= 8 * PARAMS  # two moments
+    step = alone["phases"]["step"]["device_nbytes"]
+    assert cpu["peak_nbytes"] >= step + on_host > alone["peak_nbytes"]
 
 
 def test_check_tells_by_its_exit_code_whether_the_run_fits(run):

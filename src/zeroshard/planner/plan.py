@@ -64,8 +64,9 @@ class Plan:
     ``time``: the seconds of a step; None: no machine was given. ``target``: the kind of device whose
     operations were planned.
     ``one_more_nbytes``: the peak with one more sample in the micro-batch; None: not asked for.
-    ``peak_phase`` and ``peak_nbytes``: the highest peak on the device, ``init`` included. ``assumed``:
-    what the planner chose itself.
+    ``peak_phase`` and ``peak_nbytes``: the highest peak on the device, ``init`` included; on a serial
+    machine, which is a CPU, of device and host together, as they are one memory there. ``assumed``: what
+    the planner chose itself.
     """
 
     model: str
@@ -82,15 +83,22 @@ class Plan:
     target: Target = "cpu"
 
     @property
+    def peaks(self) -> Mapping[str, int]:
+        """The most bytes of each phase that count for the limit."""
+        found = self.simulation
+        if self.time is not None and self.time.serial:
+            return found.together
+        return {name: moment.device_nbytes for name, moment in found.moments.items()}
+
+    @property
     def peak_phase(self) -> str:
         """The phase with the highest peak."""
-        moments = self.simulation.moments
-        return max(moments, key=lambda name: moments[name].device_nbytes)
+        return max(self.peaks, key=self.peaks.__getitem__)
 
     @property
     def peak_nbytes(self) -> int:
-        """The most bytes on the device at one time."""
-        return self.simulation.moments[self.peak_phase].device_nbytes
+        """The most bytes at one time that count for the limit."""
+        return max(self.peaks.values())
 
     @property
     def spare_nbytes(self) -> int | None:
@@ -220,6 +228,13 @@ def make_plan(
             with_events=with_events or machine is not None, target=kind, with_checkpoint=True,
         )  # fmt: skip
     assumed = (*source.assumed, f"rank 0 stands for all {ranks} ranks: shards have equal sizes")
+    most = max(found.together.values())
+    on_device = max(moment.device_nbytes for moment in found.moments.values())
+    if kind == "cpu" and machine is None and most > on_device:
+        assumed += (
+            "the device has memory of its own, with which the limit is compared; CPU ranks have one "
+            f"memory, and need {most / 2**30:.2f} GiB of it",
+        )
     if transport == "shm":
         assumed += (
             "all ranks are on one host and communicate through shared memory; for ranks of several "
