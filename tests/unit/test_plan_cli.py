@@ -240,7 +240,10 @@ MISTAKES = [
     (PLAN + "plain --fit speed --memory 1" + RUN, "--fit cannot change the batch of"),
     (PLAN + "words --fit-axes tensor" + RUN, "--fit-axes says what --fit may choose, which is not"),
     (FIT + "tenser" + RUN, "--fit-axes names 'tenser', which is not an axis of a mesh"),
-    (FIT + "pipeline" + RUN, "`zeroshard plan` does not plan pipelines: the program says where"),
+    (PLAN + "words --config stages.json --ranks 4", "has 0 blocks that repeat, and the"),
+    (PLAN + "words --config stages.json --ranks 4 --machine h100", "predicts no step of a pipeline"),
+    (PLAN + "words --config stages.json --ranks 4 --fit memory --memory 1", "does not search with a"),
+    (FIT + "pipeline" + RUN, "--fit does not search with a pipeline: how many"),
     (FIT + "data_shard=2" + RUN, "--fit-axes names data_shard: how many ranks share the samples"),
     (FIT + "tensor=two" + RUN, "of which 'two' is not a number of ranks"),
     (FIT + "tensor=3 --config ds.json --ranks 4", "3 tensor ranks do not divide --ranks 4"),
@@ -278,6 +281,7 @@ def test_a_mistake_is_explained_and_no_number_is_given(run, tmp_path, monkeypatc
     keys = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW"}}
     for name, own in (
         ("ds", {}), ("30", {"train_batch_size": 30}), ("tensor3", {"parallel": {"tensor": 3}}),
+        ("stages", {"parallel": {"pipeline": 2}}),
     ):  # fmt: skip
         (tmp_path / f"{name}.json").write_text(json.dumps(keys | own))
     (tmp_path / "cut.json").write_text('{"train_micro_batch_size_per_gpu": 8, "zero_opt')
@@ -326,6 +330,34 @@ def test_the_largest_batch_fits_and_one_more_does_not(run):
     assert not more["fits"] and more["peak_nbytes"] == found["one_more_nbytes"]
     text = run(*options[:-1], "--batch", "max").stdout.splitlines()[1]
     assert text.startswith(f"micro-batch {samples} is the largest that fits: {samples + 1} needs ")
+
+
+def test_every_stage_of_a_pipeline_is_planned(run, tmp_path):
+    pytest.importorskip("transformers")
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    keys = {
+        "bf16": {"enabled": True},
+        "parallel": {"pipeline": 2},
+        "gradient_accumulation_steps": 4,
+    }
+    result = run("tiny", "--seq", "16", "--json", stage=3, **keys)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    layer, table = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32, 96 * 32
+    stages = found["pipeline_stages"]
+    assert [each["rank"] for each in stages] == [0, 2]
+    assert [each["parameters"] for each in stages] == [2 * layer + table, 3 * layer + table + 32]
+    assert [each["in_flight"] for each in stages] == [2, 1]
+    # hidden states of four micro-batches of 8 x 16 tokens, and their ids; only gradients come back
+    assert stages[0]["sent_numel"] >= 4 * 8 * 16 * 33 > stages[1]["sent_numel"] == 4 * 8 * 16 * 32
+    assert found["peak_nbytes"] == max(each["peak_nbytes"] for each in stages)
+    assert found["rank"] == max(stages, key=lambda each: each["peak_nbytes"])["rank"]
+    text = run("tiny", "--seq", "16", "--memory", "1", stage=3, **keys)
+    assert "pipeline stages" in text.stdout and text.stdout.startswith("fits")
 
 
 def test_a_configuration_that_fits_is_found_and_does_fit(run, tmp_path):

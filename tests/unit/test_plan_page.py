@@ -57,6 +57,13 @@ def test_the_page_has_what_the_plan_says_and_no_script(timed):
     assert not re.search(r"(src|href)=\"(?!data:|#)", page)
 
 
+def test_the_page_has_a_line_for_each_pipeline_stage(timed):
+    needs = {"parameters": 77123, "states_nbytes": 1, "in_flight": 3, "sent_numel": 0}
+    stages = [{"rank": 2 * at, "peak_nbytes": 2**20, **needs} for at in range(2)]
+    page = plan_page(timed.as_dict() | {"pipeline_stages": stages}, "")
+    assert "rank 2: 77,123 parameters, peak 1.00 MiB, 3 micro-batches in flight" in page
+
+
 def test_the_peak_has_its_line_and_the_timeline_its_peak(timed):
     found = timed.as_dict()
     peak, line = found["step_peak"], found["timeline"]

@@ -147,7 +147,7 @@ def plan_command(
         if as_json:
             print(json.dumps(searched.as_dict(), indent=1))
         else:
-            show_fit(searched, Console())
+            show_fit(searched, Console(emoji=False))
         raise typer.Exit(0 if searched.chosen is not None else DOES_NOT_FIT)
     kind: Target | None = None if target is None else target.value
     with errors_told():
@@ -167,7 +167,7 @@ def plan_command(
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:
-        show(found, Console())
+        show(found, Console(emoji=False))
     if check and not found.fits:
         raise typer.Exit(DOES_NOT_FIT)
 

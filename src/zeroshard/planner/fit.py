@@ -21,7 +21,7 @@ from typing import Any
 
 from zeroshard.config import load_config
 from zeroshard.config.machine_file import MachineFile
-from zeroshard.errors import ConfigError, UsageError
+from zeroshard.errors import ConfigError, UnsupportedError, UsageError
 from zeroshard.planner.axes import (
     check_axis_is_free,
     refused_by_model,
@@ -41,7 +41,7 @@ from zeroshard.planner.candidates import (
 from zeroshard.planner.fit_time import search_by_time
 from zeroshard.planner.gpu_kernels import Target
 from zeroshard.planner.model_source import can_checkpoint, model_source
-from zeroshard.planner.plan import Plan, config_dict, explained, make_plan
+from zeroshard.planner.plan import Plan, config_dict, explained, make_plan, mesh_of
 
 
 def fit(
@@ -72,6 +72,11 @@ def fit(
     settings = load_config(base, world_size=ranks).config
     size, steps = settings.train_micro_batch_size_per_gpu, settings.gradient_accumulation_steps
     assert size is not None  # computed where it is not given
+    if (mesh := mesh_of(settings, ranks)).pipeline > 1:
+        raise UnsupportedError(
+            f"the mesh is {mesh.text}, and --fit does not search with a pipeline: how many micro-batches "
+            "a stage holds depends on what is searched. Plan the configurations one by one."
+        )
     samples: dict[int | None, int] = {None: size * (steps or 1)}
     refused: dict[int, str] = {}
     if axes and "tensor" in axes:

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
+from zeroshard.parallel.cut import pipeline
+from zeroshard.parallel.split import PipelineModel
+from zeroshard.parallel.trial_parts import repeated_blocks
 from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.script import ENTRY, script_module
 from zeroshard.zero import Init
@@ -42,6 +45,7 @@ def model_source(
     *,
     sharded: bool,
     checkpointing: bool = False,
+    stages: int = 1,
 ) -> ModelSource:
     """The model called ``name``.
 
@@ -49,7 +53,8 @@ def model_source(
     default sizes; ``module:factory`` or ``script.py:factory``, a function without arguments that returns
     a model, or a model and a batch; or ``script.py``, whose function is called ``plan_entry``. A script
     is imported, not run. ``sharded``: build it under ``zero.Init``. ``checkpointing``: call its
-    ``gradient_checkpointing_enable()``.
+    ``gradient_checkpointing_enable()``. ``stages``: cut it into so many pipeline stages with equal
+    numbers of blocks, unless it is cut already.
 
     Raises:
         UsageError: there is none of that name, or it returns something else.
@@ -83,8 +88,10 @@ def model_source(
     pair = batch if isinstance(batch, tuple) else (batch, None)
     how = "under zero.Init (stage 3)" if sharded else "whole on each rank"
     whole = (lambda: _checkpointing(first())) if checkpointing else first
+    if stages > 1:
+        assumed += ("a model that is not cut already has equal numbers of blocks on each stage",)
     return ModelSource(
-        name, (lambda: _sharded(whole)) if sharded else whole, pair, loss_of,
+        name, _in_its_form(whole, sharded=sharded, stages=stages), pair, loss_of,
         (*assumed, f"the model is built {how}"), own_batch,
     )  # fmt: skip
 
@@ -107,6 +114,27 @@ def _checkpointing(model: nn.Module) -> nn.Module:
     enable: Any = newer or model.gradient_checkpointing_enable
     enable()
     return model.train()
+
+
+def _in_its_form(
+    build: Callable[[], nn.Module], *, sharded: bool, stages: int
+) -> Callable[[], nn.Module]:
+    if stages > 1:
+        return lambda: _cut(build(), stages)
+    return (lambda: _sharded(build)) if sharded else build
+
+
+def _cut(model: nn.Module, stages: int) -> nn.Module:
+    if isinstance(model, PipelineModel):
+        return model
+    blocks = [name for name, _ in repeated_blocks(model)]
+    if len(blocks) < stages:
+        raise UsageError(
+            f"{type(model).__name__} has {len(blocks)} blocks that repeat, and the configuration asks "
+            f"for {stages} pipeline stages. Give module:function, which returns what "
+            "zeroshard.parallel.pipeline() makes of the model."
+        )
+    return pipeline(model, split=[blocks[len(blocks) * s // stages] for s in range(1, stages)])
 
 
 def _sharded(build: Callable[[], nn.Module]) -> nn.Module:

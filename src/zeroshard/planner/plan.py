@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,26 @@ NOT_MODELLED_OF: Mapping[Target, str] = {
 
 
 @dataclass(frozen=True)
+class StageNeeds:
+    """What one rank of a pipeline stage needs. ``in_flight``: micro-batches whose activations it keeps.
+
+    ``sent_numel``: elements that it sends to other stages in a step.
+    """
+
+    rank: int
+    parameters: int
+    states_nbytes: int
+    peak_nbytes: int
+    in_flight: int
+    sent_numel: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What one rank of a run needs. ``limit_nbytes``: device memory of a rank; None: not given.
 
-    ``own_batch``: the batch came with the model.
+    ``own_batch``: the batch came with the model. ``stages``: one rank of each pipeline stage; none
+    without a pipeline. ``simulation`` is of the one with the highest peak.
     ``time``: the seconds of a step; None: no machine was given. ``target``: the kind of device whose
     operations were planned.
     ``one_more_nbytes``: the peak with one more sample in the micro-batch; None: not asked for.
@@ -81,6 +98,7 @@ class Plan:
     own_batch: bool = False
     time: StepTime | None = None
     target: Target = "cpu"
+    stages: tuple[StageNeeds, ...] = ()
 
     @property
     def peaks(self) -> Mapping[str, int]:
@@ -136,6 +154,7 @@ class Plan:
             "phases": {name: _moment(moment) for name, moment in found.moments.items()},
             "timeline": columns(timeline(found.events)),
             "largest": [asdict(holding) for holding in found.largest],
+            "pipeline_stages": [asdict(stage) for stage in self.stages],
             "traffic": [asdict(row) for row in found.traffic],
             "checkpoint": None if found.checkpoint is None else asdict(found.checkpoint),
             "time": None if self.time is None else self.time.as_dict(),
@@ -183,24 +202,26 @@ def make_plan(
     of a step on it, and compare the peak with its memory if ``memory_gib`` is not given. ``target``: see
     :func:`target_of`. ``with_events``: keep what the step does, for a trace. ``few``: simulate two
     micro-batches of a step at most; later ones hold and take what the second does.
-    All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all.
+    All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all. Of
+    a pipeline one rank of each stage is simulated. A model that is no pipeline is cut into stages with
+    equal numbers of blocks.
 
     Raises:
         ConfigError: the configuration has mistakes.
         UsageError: the model is not known, or an argument is impossible.
-        UnsupportedError: the model needs values, or an operation has no fake kernel; a pipeline.
+        UnsupportedError: the model needs values, or an operation has no fake kernel, or a
+            machine is given for a pipeline.
     """
     limit_nbytes = None if memory_gib is None else limit_of(memory_gib)
     kind = target_of(machine, target)
     arguments = {"train_micro_batch_size_per_gpu": micro_batch}
     loaded = load_config(config, world_size=ranks, arguments=arguments)
     settings = loaded.config
-    named = mesh_from_config(settings)
-    mesh = resolve_mesh([] if named is None else [named], ranks).mesh
-    if mesh.pipeline > 1:
+    mesh = mesh_of(settings, ranks)
+    if mesh.pipeline > 1 and machine is not None:
         raise UnsupportedError(
-            f"the mesh is {mesh.text}. Plans of pipelines are not made by this command: use "
-            "zeroshard.planner.simulate for one rank of each pipeline stage."
+            f"the mesh is {mesh.text}, and --machine predicts no step of a pipeline. Leave it out for "
+            "the memory and the traffic of each stage."
         )
     size = settings.train_micro_batch_size_per_gpu
     assert size is not None  # computed where it is not given
@@ -210,24 +231,33 @@ def make_plan(
             model,
             size,
             length,
-            sharded=settings.zero_optimization.stage == 3 and not cuts,
+            sharded=settings.zero_optimization.stage == 3 and not cuts and mesh.pipeline == 1,
             checkpointing=checkpointing,
+            stages=mesh.pipeline,
         )
     chosen = config_dict(config) | ({k: v for k, v in arguments.items() if v is not None})
     transport = chosen.get("transport", "auto")
     if kind == "cpu" and transport == "auto" and mesh.world_size > 1:
         transport = chosen["transport"] = "shm"
     count = settings.gradient_accumulation_steps or 1
-    if few and count > 2:
+    few = few and count > 2 and mesh.pipeline == 1  # a stage holds more with more micro-batches
+    if few:
         chosen.pop("train_batch_size", None)
         chosen["gradient_accumulation_steps"] = 2
-    with explained(source.name):
-        found = simulate(
-            source.build, chosen, source.batch, mesh=mesh, rank=0, loss_fn=source.loss,
+
+    def simulated(rank: int) -> Simulation:
+        return simulate(
+            source.build, chosen, source.batch, mesh=mesh, rank=rank, loss_fn=source.loss,
             plan="auto" if cuts else None,
             with_events=with_events or machine is not None, target=kind, with_checkpoint=True,
         )  # fmt: skip
-    assumed = (*source.assumed, f"rank 0 stands for all {ranks} ranks: shards have equal sizes")
+
+    with explained(source.name):
+        first = [_first_rank(mesh, stage) for stage in range(mesh.pipeline)]
+        of_stages = [simulated(rank) for rank in first]
+    found = max(of_stages, key=_peak_of)
+    one = "rank 0" if mesh.pipeline == 1 else "one rank of each pipeline stage"
+    assumed = (*source.assumed, f"{one} stands for all {ranks} ranks: shards have equal sizes")
     most = max(found.together.values())
     on_device = max(moment.device_nbytes for moment in found.moments.values())
     if kind == "cpu" and machine is None and most > on_device:
@@ -240,7 +270,7 @@ def make_plan(
             "all ranks are on one host and communicate through shared memory; for ranks of several "
             'hosts, "transport": "p2p"',
         )
-    if few and count > 2:
+    if few:
         assumed += (f"2 of {count} micro-batches of a step were simulated: traffic is that of 2",)
     if memory_gib is None and machine is not None and machine.device.memory_bytes is not None:
         limit_nbytes, said = device_memory(machine, found.communicators)
@@ -257,6 +287,30 @@ def make_plan(
         own_batch=source.own_batch,
         target=kind,
         time=None if machine is None else _time(found, machine, settings, source.batch),
+        stages=tuple(map(_stage_needs, of_stages)) if mesh.pipeline > 1 else (),
+    )
+
+
+def mesh_of(settings: Config, ranks: int) -> Mesh:
+    """The mesh of a configuration on ``ranks`` ranks."""
+    named = mesh_from_config(settings)
+    return resolve_mesh([] if named is None else [named], ranks).mesh
+
+
+def _first_rank(mesh: Mesh, stage: int) -> int:
+    return next(r for r in range(mesh.world_size) if mesh.coordinate(r)["pipeline"] == stage)
+
+
+def _peak_of(found: Simulation) -> int:
+    return max(moment.device_nbytes for moment in found.moments.values())
+
+
+def _stage_needs(found: Simulation) -> StageNeeds:
+    rows = [row for row in found.memory if row.category not in TEMPORARY]
+    states = sum(row.measured for row in rows if row.tier == "device")
+    sent = sum(prod(each.shape) for each in found.messages if each.kind == "send")
+    return StageNeeds(
+        found.rank, found.params_numel, states, _peak_of(found), found.in_flight, sent
     )
 
 

@@ -148,6 +148,8 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
         f"micro-batch {plan.micro_batch}, operations of {plan.target}; "
         f"state at rest {plan.states_nbytes() / 1e9:.2f} GB"
     )
+    if plan.stages:
+        yield _stages(plan)
     yield _phases(plan)
     name, top = highest(found.moments)
     where = f", module {top.module}" if top.module else ""
@@ -210,6 +212,25 @@ def time_lines(time: StepTime) -> Iterator[str]:
 
 def _s(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _stages(plan: Plan) -> Table:
+    names = (
+        "stage",
+        "rank",
+        "parameters",
+        "states, MiB",
+        "peak, MiB",
+        "in flight",
+        "elements sent",
+    )
+    table = Table(*names, title="pipeline stages; what follows is of the one with the highest peak")
+    for at, each in enumerate(plan.stages):
+        table.add_row(
+            *(str(at), str(each.rank), f"{each.parameters:,}", _mib(each.states_nbytes)),
+            *(_mib(each.peak_nbytes), str(each.in_flight), f"{each.sent_numel:,}"),
+        )
+    return table
 
 
 def _phases(plan: Plan) -> Table:

@@ -293,7 +293,8 @@ def _stepper(
 
         def whole() -> None:
             watch.phase = "train_batch"
-            engine.train_batch(iter([(inputs, labels)] * count))
+            named = labels is None and isinstance(inputs, Mapping)
+            engine.train_batch(iter([inputs if named else (inputs, labels)] * count))
 
         return whole
     if loss_fn is None:

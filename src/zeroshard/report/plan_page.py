@@ -59,6 +59,14 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "ZeRO stage", str(plan["stage"])
     yield "micro-batch", str(plan["micro_batch"])
     yield "state at rest", f"{plan['states_nbytes'] / 1e9:.2f} GB on the device of each rank"
+    for number, stage in enumerate(plan["pipeline_stages"]):
+        yield (
+            f"pipeline stage {number}",
+            (
+                f"rank {stage['rank']}: {stage['parameters']:,} parameters, peak "
+                f"{_size(stage['peak_nbytes'])}, {stage['in_flight']} micro-batches in flight"
+            ),
+        )
     if (needs := plan["checkpoint"]) is not None:
         host = max(needs["write_nbytes"] + needs["copy_nbytes"], needs["read_nbytes"])
         yield (
