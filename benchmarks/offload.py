@@ -118,11 +118,11 @@ class DiskSession:
     """``turn(name)`` reads and writes all pages once. It returns CPU and wall seconds."""
 
     def __init__(self, job: DiskJob) -> None:
-        from zeroshard.offload.pager import Pager
+        from zeroshard.offload.pager import Pager, slot_sizes
         from zeroshard.offload.swap_file import SwapFile
 
         self._file = SwapFile(job.directory)
-        self._pager = Pager(self._file, job.page_nbytes)
+        self._pager = Pager(self._file, slot_sizes([job.page_nbytes] * job.pages))
         self._pages = [self._pager.page(job.page_nbytes) for _ in range(job.pages)]
         self._raw = RawLoop(job.directory, job.pages * job.page_nbytes)
         for page in self._pager.walk(self._pages):

@@ -52,6 +52,17 @@ def test_a_thread_that_is_about_to_end_has_time_to(before):
     assert leak_check.leaks(before, leak_check.snapshot(), grace_s=5.0) == []
 
 
+def test_a_thread_that_is_about_to_end_may_close_its_file(before, tmp_path):
+    file = (tmp_path / "kept.txt").open("w")
+
+    def close_late():
+        threading.Event().wait(0.05)
+        file.close()
+
+    threading.Thread(target=close_late).start()
+    assert leak_check.leaks(before, leak_check.snapshot(), grace_s=5.0) == []
+
+
 def test_an_open_file_is_found(before, tmp_path):
     file = (tmp_path / "kept.txt").open("w")
     assert _leaks(before) == [f"{tmp_path / 'kept.txt'} is open 1 time(s) more than before"]

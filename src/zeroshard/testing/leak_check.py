@@ -57,7 +57,7 @@ def snapshot() -> Snapshot:
 def leaks(before: Snapshot, after: Snapshot, *, grace_s: float = 0.0) -> list[str]:
     """The differences, one sentence each; empty if the test cleaned up.
 
-    Threads that are about to end get ``grace_s`` seconds to do so.
+    Threads that are about to end get ``grace_s`` seconds to do so, and may close files until then.
     """
     found = []
     for name in sorted(before.environ.keys() | after.environ.keys()):
@@ -65,11 +65,14 @@ def leaks(before: Snapshot, after: Snapshot, *, grace_s: float = 0.0) -> list[st
         if old != new:
             found.append(f"environment variable {name} is {new!r}, was {old!r}")
     deadline_s = time.monotonic() + grace_s
-    for thread in after.threads - before.threads:
+    more_threads, more_files = after.threads - before.threads, after.files - before.files
+    for thread in more_threads:
         thread.join(max(0.0, deadline_s - time.monotonic()))
         if thread.is_alive():
             found.append(f"thread {thread.name!r} still runs")
-    for path, count in sorted((after.files - before.files).items()):
+    if more_threads and more_files:
+        more_files &= _open_files() - before.files
+    for path, count in sorted(more_files.items()):
         found.append(f"{path} is open {count} time(s) more than before")
     if after.process_group and not before.process_group:
         found.append("a process group is still initialised")
