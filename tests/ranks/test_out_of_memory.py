@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -10,6 +9,7 @@ import kit
 import pytest
 import torch
 import torch.distributed as dist
+from support.remedies import applied
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -155,13 +155,7 @@ class Limited(Allocations):
 def trained(config: dict[str, Any], width: int, line: str | None, memory: Limited) -> str | None:
     """Two steps with one change. Returns what is told if memory is missing."""
     model = Net(width)
-    changed = {**config, "zero_optimization": dict(config["zero_optimization"])}
-    if line is not None and line.startswith("model."):
-        getattr(model, line.removeprefix("model.").removesuffix("()"))()
-    elif line is not None:
-        keys = json.loads(line)
-        changed["zero_optimization"] |= keys.pop("zero_optimization", {})
-        changed |= keys
+    changed = applied(line, config, model)
     batch = torch.ones(changed["train_micro_batch_size_per_gpu"], width)
     with memory:
         # Copied inside, since memory is followed from there on.

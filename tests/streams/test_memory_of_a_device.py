@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import kit
 import pytest
 import torch
+from support.remedies import applied
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -55,13 +55,7 @@ def trained(
 ) -> tuple[str, int]:
     """Two steps with one change: what is told if memory is missing, and the peak in bytes."""
     model = Net()
-    changed = {**config, "zero_optimization": dict(config["zero_optimization"])}
-    if line is not None and line.startswith("model."):
-        getattr(model, line.removeprefix("model.").removesuffix("()"))()
-    elif line is not None:
-        keys = json.loads(line)
-        changed["zero_optimization"] |= keys.pop("zero_optimization", {})
-        changed |= keys
+    changed = applied(line, config, model)
     told = ""
     with pretend_cuda(device_nbytes=device_nbytes) as watch, watch.world(ranks):
         try:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import NamedTuple
 
+from zeroshard.checkpoint.deepspeed import reader
 from zeroshard.errors import ConfigError
 
 DeepSpeedConfigError = ConfigError
+ZeroStageEnum = reader.ZeroStageEnum
 
 
 class ZeRORuntimeException(Exception):
     """An exception that programs catch around calls of ZeRO."""
-
-
-class ZeroStageEnum(IntEnum):
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-    max_stage = 3
 
 
 class OffloadDeviceEnum(str, Enum):

@@ -259,8 +259,7 @@ def make_plan(
     one = "rank 0" if mesh.pipeline == 1 else "one rank of each pipeline stage"
     assumed = (*source.assumed, f"{one} stands for all {ranks} ranks: shards have equal sizes")
     most = max(found.together.values())
-    on_device = max(moment.device_nbytes for moment in found.moments.values())
-    if kind == "cpu" and machine is None and most > on_device:
+    if kind == "cpu" and machine is None and most > _peak_of(found):
         assumed += (
             "the device has memory of its own, with which the limit is compared; CPU ranks have one "
             f"memory, and need {most / 2**30:.2f} GiB of it",

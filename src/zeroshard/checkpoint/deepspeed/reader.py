@@ -51,7 +51,7 @@ _OPTIM = re.compile(
 _PARTS = re.compile(r"layer_\d+.*\.pt|expp_rank_.*\.pt|expert_.*\.pt")  # pipelines and experts
 
 
-class _ZeroStage(IntEnum):
+class ZeroStageEnum(IntEnum):
     """DeepSpeed's names of the stages."""
 
     disabled = 0
@@ -64,7 +64,7 @@ class _ZeroStage(IntEnum):
 _LIKENESSES = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": Likeness,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Likeness,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _ZeroStage,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStageEnum,
     "deepspeed.utils.tensor_fragment.fragment_address": Likeness,
 }
 _OWN = frozenset({
