@@ -240,7 +240,7 @@ MISTAKES = [
     (PLAN + "plain --fit speed --memory 1" + RUN, "--fit cannot change the batch of"),
     (PLAN + "words --fit-axes tensor" + RUN, "--fit-axes says what --fit may choose, which is not"),
     (FIT + "tenser" + RUN, "--fit-axes names 'tenser', which is not an axis of a mesh"),
-    (PLAN + "words --config stages.json --ranks 4", "has 0 blocks that repeat, and the"),
+    (PLAN + "words --config stages.json --ranks 4", "has 0 blocks that repeat, in 0 lists, and"),
     (PLAN + "words --config stages.json --ranks 4 --machine h100", "predicts no step of a pipeline"),
     (PLAN + "words --config stages.json --ranks 4 --fit memory --memory 1", "does not search with a"),
     (FIT + "pipeline" + RUN, "--fit does not search with a pipeline: how many"),

@@ -128,11 +128,12 @@ def _cut(model: nn.Module, stages: int) -> nn.Module:
     if isinstance(model, PipelineModel):
         return model
     blocks = [name for name, _ in repeated_blocks(model)]
-    if len(blocks) < stages:
+    lists = {name.rpartition(".")[0] for name in blocks}
+    if len(blocks) < stages or len(lists) > 1:
         raise UsageError(
-            f"{type(model).__name__} has {len(blocks)} blocks that repeat, and the configuration asks "
-            f"for {stages} pipeline stages. Give module:function, which returns what "
-            "zeroshard.parallel.pipeline() makes of the model."
+            f"{type(model).__name__} has {len(blocks)} blocks that repeat, in {len(lists)} lists, and "
+            f"the configuration asks for {stages} pipeline stages: a plan cuts one list. Give "
+            "module:function, which returns what zeroshard.parallel.pipeline() makes of the model."
         )
     return pipeline(model, split=[blocks[len(blocks) * s // stages] for s in range(1, stages)])
 
