@@ -55,6 +55,9 @@ PROCESS_TOLERANCE = 0.05
 
 INIT_SLACK = 1.1
 
+LATE_S = 60.0
+"""How long the thread of a transport may keep a tensor after its collective."""
+
 
 @dataclass(frozen=True)
 class Size:
@@ -261,10 +264,36 @@ def in_lockstep(path: str) -> Iterator[None]:
         shm.Pending.wait = wait  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def no_late_references() -> Iterator[None]:
+    """Sums of layers return when gloo's thread has let go of their tensor, as a plan takes them to do.
+
+    That thread first says that the sum is done, and then drops its references. So a tensor that is freed
+    right after may live on for as long as the system lets the thread wait.
+    """
+    all_reduce = dist.all_reduce
+
+    def waiting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        before: int = tensor._use_count()  # type: ignore[attr-defined]
+        result = all_reduce(tensor, *args, **kwargs)
+        end_s = time.monotonic() + LATE_S
+        while tensor._use_count() > before:  # type: ignore[attr-defined]
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"A sum is done, and its tensor is still held after {LATE_S} s.")
+            time.sleep(1e-4)
+        return result
+
+    dist.all_reduce = waiting
+    try:
+        yield
+    finally:
+        dist.all_reduce = all_reduce
+
+
 def _observe(case: Case, folder: str, path: str, lockstep: bool) -> None:
     shared = lockstep and case.transport == "shm"
     held = in_lockstep(path + ".met") if shared else contextlib.nullcontext()
-    with held:
+    with held, no_late_references():
         found = observe(
             build(case), settings(case, folder), _batch(case.size), loss_fn=loss_of, steps=3
         )
