@@ -20,7 +20,7 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -40,7 +40,7 @@ from zeroshard.comm.simulation import lone_rank
 from zeroshard.core.mesh import Mesh
 from zeroshard.memory.storage import resize_listeners
 from zeroshard.planner.allocations import Allocations
-from zeroshard.planner.model_source import loss_of
+from zeroshard.planner.model_source import cut_evenly, loss_of
 from zeroshard.planner.simulate import Simulation, observe, simulate
 from zeroshard.testing.ranks import run_ranks
 
@@ -113,7 +113,8 @@ FAMILIES: dict[str, tuple[str, Callable[[Size], dict[str, int]]]] = {
 class Case:
     """One run. ``offload``: where the optimizer is between steps; "nvme": parameters too at stage 3.
 
-    ``tensor``: of the ranks, how many a model is cut over.
+    ``tensor``: of the ranks, how many a model is cut over. ``pipeline``: pipeline stages, each with as
+    many blocks, and four micro-batches in a step.
     """
 
     family: str
@@ -124,6 +125,7 @@ class Case:
     ranks: int = 2
     size: Size = SMALL
     tensor: int = 1
+    pipeline: int = 1
 
     @property
     def name(self) -> str:
@@ -131,6 +133,7 @@ class Case:
         words = [self.family, f"stage {self.stage}", self.transport, f"{self.ranks} ranks"]
         words += ["checkpointed"] * self.checkpointed + [self.offload] * (self.offload != "none")
         words += [f"tensor {self.tensor}"] * (self.tensor > 1)
+        words += [f"pipeline {self.pipeline}"] * (self.pipeline > 1)
         return ", ".join(words)
 
 
@@ -157,6 +160,13 @@ CUT = [
     )
     for stage, ranks in itertools.product(range(4), (2, 4))
 ]
+
+
+PIPED = [
+    Case("llama", stage, ranks == 4, "none", "p2p", ranks, pipeline=2)
+    for stage, ranks in ((0, 2), (1, 4), (2, 2), (3, 4))
+] + [Case("gpt2", stage, False, "none", "p2p", 2, pipeline=2) for stage in (1, 2)]
+"""Messages go through the process group: the blocks of shared memory for them are not planned."""
 
 
 def covering() -> list[Case]:
@@ -201,7 +211,7 @@ def build(case: Case, *, init: bool = False) -> Callable[[], nn.Module]:
         if case.checkpointed:
             model.gradient_checkpointing_enable()
         found: nn.Module = model.train()
-        return found
+        return cut_evenly(found, case.pipeline) if case.pipeline > 1 else found
 
     return made
 
@@ -214,7 +224,11 @@ def settings(case: Case, folder: str = "/tmp") -> dict[str, Any]:
         zero["offload_optimizer"] = place
         if case.stage == 3 and case.offload == "nvme":
             zero["offload_param"] = place
-    cut = {"tensor_parallel": {"autotp_size": case.tensor}} if case.tensor > 1 else {}
+    cut: dict[str, Any] = {}
+    if case.tensor > 1:
+        cut["tensor_parallel"] = {"autotp_size": case.tensor}
+    if case.pipeline > 1:
+        cut |= {"parallel": {"pipeline": case.pipeline}, "gradient_accumulation_steps": 4}
     return cut | {
         "train_micro_batch_size_per_gpu": case.size.batch,
         "gradient_clipping": 1.0,
@@ -297,17 +311,24 @@ def _observe(case: Case, folder: str, path: str, lockstep: bool) -> None:
         found = observe(
             build(case), settings(case, folder), _batch(case.size), loss_fn=loss_of, steps=3
         )
-    if found.rank == 0:
-        Path(path).write_bytes(pickle.dumps(found))
+    Path(f"{path}.{found.rank}").write_bytes(pickle.dumps(found))
 
 
 def run_and_plan(case: Case, *, lockstep: bool = True) -> tuple[Simulation, Simulation]:
     """What rank 0 of a real run needed, and what its plan says."""
+    return run_and_plans(case, [0], lockstep=lockstep)[0]
+
+
+def run_and_plans(
+    case: Case, ranks: Sequence[int], *, lockstep: bool = True
+) -> list[tuple[Simulation, Simulation]]:
+    """What these ranks of a real run needed, and what their plans say."""
     with swap_folder() as folder:
         place = str(Path(folder) / "found")
         run_ranks(_observe, case.ranks, case, folder, place, lockstep, timeout=300)
-        real: Simulation = pickle.loads(Path(place).read_bytes())  # our own file
-    return real, planned(case)
+        files = [Path(f"{place}.{rank}") for rank in ranks]
+        real = [pickle.loads(file.read_bytes()) for file in files]  # our own files
+    return [(found, planned(case, rank)) for found, rank in zip(real, ranks, strict=True)]
 
 
 def swap_folder() -> tempfile.TemporaryDirectory[str]:
@@ -315,12 +336,13 @@ def swap_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(dir=Path.home())
 
 
-def planned(case: Case) -> Simulation:
-    """The plan of rank 0."""
-    mesh = Mesh(data_shard=case.ranks // case.tensor, tensor=case.tensor)
+def planned(case: Case, rank: int = 0) -> Simulation:
+    """The plan of a rank."""
+    data = case.ranks // case.tensor // case.pipeline
+    mesh = Mesh(pipeline=case.pipeline, data_shard=data, tensor=case.tensor)
     batch = _batch(case.size)
     return simulate(
-        build(case), settings(case), batch, mesh=mesh, rank=0, loss_fn=loss_of, steps=3,
+        build(case), settings(case), batch, mesh=mesh, rank=rank, loss_fn=loss_of, steps=3,
         plan="auto" if case.tensor > 1 else None,
     )  # fmt: skip
 
@@ -370,13 +392,24 @@ def offs(real: Simulation, plan: Simulation) -> dict[str, float]:
 
 def tensor_row(case: Case) -> dict[str, Any]:
     """A run whose tensors are followed, and its plan. With state on disk, host memory counts too."""
-    real, plan = run_and_plan(case)
+    return _compared(case, *run_and_plan(case))
+
+
+def stages_row(case: Case) -> dict[str, Any]:
+    """A run of a pipeline, one rank of each stage: that whose peak is farthest off."""
+    firsts = range(0, case.ranks, case.ranks // case.pipeline)
+    rows = [_compared(case, *each) for each in run_and_plans(case, firsts)]
+    return max(rows, key=lambda row: abs(row["off"]))
+
+
+def _compared(case: Case, real: Simulation, plan: Simulation) -> dict[str, Any]:
+    where = f"{case.name}, rank {real.rank}"
     if wrong := differences(real, plan):
-        sys.exit(f"{case.name}: {wrong}")
+        sys.exit(f"{where}: {wrong}")
     off = offs(real, plan)
     worst = max(off.items(), key=lambda item: abs(item[1]))
     if abs(worst[1]) > TOLERANCE:
-        sys.exit(f"{case.name}: the planned peak of {worst[0]} is {worst[1]:+.2%} off")
+        sys.exit(f"{where}: the planned peak of {worst[0]} is {worst[1]:+.2%} off")
     peak = whole_peak if case.offload == "nvme" else attrgetter("peak_nbytes")
     return {
         **_row(case), "real_nbytes": peak(real), "planned_nbytes": peak(plan),
@@ -518,6 +551,7 @@ def init_row(case: Case) -> dict[str, Any]:
 PARTS: dict[str, tuple[list[Case], Callable[[Case], dict[str, Any]]]] = {
     "tensors": (ALL, tensor_row),
     "cut": (CUT, tensor_row),
+    "pipeline": (PIPED, stages_row),
     "disk": (ON_DISK, tensor_row),
     "process": ([replace(case, size=LARGE) for case in covering()], process_row),
     "disk process": ([replace(case, size=LARGE) for case in ON_DISK], process_row),

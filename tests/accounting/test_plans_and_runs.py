@@ -63,6 +63,19 @@ def test_a_model_cut_over_tensor_ranks_needs_what_its_plan_says(stage, transport
         assert abs(off) <= plan_check.TOLERANCE, phase
 
 
+def test_stages_of_a_pipeline_need_what_their_plans_say():
+    """The table of words is tied over both stages."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    case = plan_check.Case("gpt2", 1, False, pipeline=2)
+    for real, plan in plan_check.run_and_plans(case, [0, 1]):
+        assert plan_check.differences(real, plan) == []
+        assert [m for m in real.messages if m.kind == "send"]
+        assert [repr(m) for m in real.messages] == [repr(m) for m in plan.messages]
+        assert max(row.numel for row in plan.traffic) == 512 * 64
+        for phase, off in plan_check.offs(real, plan).items():
+            assert abs(off) <= plan_check.TOLERANCE, phase
+
+
 @pytest.mark.parametrize(("full", "part", "dtype"), [(128, 63, "float32"), (128, 64, "float16")])
 def test_a_planned_transport_refuses_what_a_real_one_could_not_do(full, part, dtype):
     with lone_rank(0, 2), FakeTensorMode():

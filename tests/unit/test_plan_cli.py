@@ -241,9 +241,16 @@ MISTAKES = [
     (PLAN + "words --fit-axes tensor" + RUN, "--fit-axes says what --fit may choose, which is not"),
     (FIT + "tenser" + RUN, "--fit-axes names 'tenser', which is not an axis of a mesh"),
     (PLAN + "words --config stages.json --ranks 4", "has 0 blocks that repeat, in 0 lists, and"),
-    (PLAN + "words --config stages.json --ranks 4 --machine h100", "predicts no step of a pipeline"),
-    (PLAN + "words --config stages.json --ranks 4 --fit memory --memory 1", "does not search with a"),
-    (FIT + "pipeline" + RUN, "--fit does not search with a pipeline: how many"),
+    (
+        PLAN + "words --config stages.json --ranks 4 --fit memory --memory 1",
+        "--fit: no mesh is possible. pipeline 2: Words has 0 blocks that repeat, in 0 lists, and 2 ",
+    ),
+    (FIT + "pipeline=3 --config ds.json --ranks 4", "3 pipeline stages do not divide --ranks 4"),
+    (
+        FIT + "pipeline=2,tensor=4 --config ds.json --ranks 4",
+        "tensor 4 x pipeline 2: 8 ranks for a copy of the model do not divide 4 ranks",
+    ),
+    (FIT + "sequence" + RUN, "The axes that can be searched are tensor and pipeline"),
     (FIT + "data_shard=2" + RUN, "--fit-axes names data_shard: how many ranks share the samples"),
     (FIT + "tensor=two" + RUN, "of which 'two' is not a number of ranks"),
     (FIT + "tensor=3 --config ds.json --ranks 4", "3 tensor ranks do not divide --ranks 4"),
@@ -356,8 +363,24 @@ def test_every_stage_of_a_pipeline_is_planned(run, tmp_path):
     assert stages[0]["sent_numel"] >= 4 * 8 * 16 * 33 > stages[1]["sent_numel"] == 4 * 8 * 16 * 32
     assert found["peak_nbytes"] == max(each["peak_nbytes"] for each in stages)
     assert found["rank"] == max(stages, key=lambda each: each["peak_nbytes"])["rank"]
-    text = run("tiny", "--seq", "16", "--memory", "1", stage=3, **keys)
+    options = ("--machine", "h100", "--memory", "1", "--trace", "steps.json")
+    text = run("tiny", "--seq", "16", *options, stage=3, **keys)
     assert "pipeline stages" in text.stdout and text.stdout.startswith("fits")
+    time = json.loads((tmp_path / "steps.json").read_text())
+    events = [each for each in time["traceEvents"] if each["ph"] == "X"]
+    assert {each["pid"] for each in events} == {0, 2}
+    sent, got = (
+        [e for e in events if e["name"].startswith(f"{begin}messages from rank 0 to rank 2: message f")]
+        for begin in ("", "wait for ")
+    )  # fmt: skip
+    assert {e["pid"] for e in sent} == {0} and len({e["name"] for e in sent}) == 4
+    last = {e["name"].removeprefix("wait for "): e["ts"] + e["dur"] for e in got if e["pid"] == 2}
+    assert last and all(
+        last[e["name"]] >= e["ts"] + e["dur"] - 1e-6 for e in sent if e["name"] in last
+    )
+    waits = time["otherData"]["time"]["stages_s"]
+    assert 0 < waits < time["otherData"]["time"]["total_s"]
+    assert "waits for other pipeline stages: " in text.stdout
 
 
 def test_a_configuration_that_fits_is_found_and_does_fit(run, tmp_path):

@@ -9,13 +9,22 @@ from typing import Any
 import pytest
 
 from zeroshard.config.machine_file import PRESETS, parse_machine
-from zeroshard.planner.axes import read_axes, samples_by_size, tensor_sizes
+from zeroshard.planner.axes import (
+    pipeline_sizes,
+    read_axes,
+    samples_by_sizes,
+    sizes_of,
+    tensor_sizes,
+)
 from zeroshard.planner.candidates import (
+    AS_CONFIGURED,
     STRATEGIES,
     Candidate,
+    Sizes,
     Strategy,
     candidates_of,
     kinds_by_experience,
+    refusal,
 )
 from zeroshard.planner.fit import search
 
@@ -41,7 +50,7 @@ def found(limit: int, *, aim: Any = "speed", samples: int = 12, bend: int = 0, *
         return SimpleNamespace(peak_nbytes=nbytes, fits=nbytes <= limit)
 
     keys = {"can_checkpoint": True, **keys}
-    result = search(simulated, {}, aim=aim, samples={None: samples}, **keys)
+    result = search(simulated, {}, aim=aim, samples={AS_CONFIGURED: samples}, **keys)
     assert len(set(made)) == len(made) == result.simulations
     return result
 
@@ -77,17 +86,19 @@ def test_the_result_is_that_of_looking_at_every_candidate(samples, bend):
 def cut_peak(own: Candidate) -> int:
     """Bytes on tensor ranks, which have a part of the states and of half of the activations."""
     states = peak(replace(own, micro_batch=0))
-    return states // own.tensor + (peak(own) - states) * (own.tensor + 1) // (2 * own.tensor)
+    return states // own.sizes.tensor + (peak(own) - states) * (own.sizes.tensor + 1) // (
+        2 * own.sizes.tensor
+    )
 
 
 def test_tensor_sizes_are_tried_before_parameters_are_gathered_or_offloaded():
-    samples: dict[int | None, int] = {1: 6, 2: 12, 4: 24}
+    samples = {Sizes(tensor=size): 6 * size for size in (1, 2, 4)}
     levels = [STRATEGIES[0] + STRATEGIES[1], *STRATEGIES[2:]]
     places = {strategy: at for at, level in enumerate(levels) for strategy in level}
     every = [
         own
-        for kind in kinds_by_experience([1, 2, 4], can_checkpoint=True)
-        for own in candidates_of(kind, samples[kind.tensor])
+        for kind in kinds_by_experience(list(samples), can_checkpoint=True)
+        for own in candidates_of(kind, samples[kind.sizes])
     ]
     assert len(every) == len(set(every)) == 14 * (4 + 6 + 8)
     seen = set()
@@ -102,25 +113,25 @@ def test_tensor_sizes_are_tried_before_parameters_are_gathered_or_offloaded():
         expected = min(
             fitting,
             key=lambda own: (
-                places[own.strategy], own.tensor, min(own.strategy.stage, 1),
+                places[own.strategy], own.sizes.tensor, min(own.strategy.stage, 1),
                 own.checkpointing, own.strategy.stage, -own.micro_batch,
             ),
             default=None,
         )  # fmt: skip
         assert result.chosen == expected, limit
-        seen.add(result.chosen and (result.chosen.strategy.stage, result.chosen.tensor))
+        seen.add(result.chosen and (result.chosen.strategy.stage, result.chosen.sizes.tensor))
         assert {each.candidate for each in result.judged} == set(every)
     assert {(0, 1), (1, 1), (1, 4)} <= seen
 
 
 def test_a_candidate_names_the_tensor_ranks_in_its_configuration():
     base = {"parallel": {"tensor": 2}, "tensor_parallel": {"tp": {"tp_size": 2}, "dtype": "bf16"}}
-    made = [Candidate(Strategy(1), False, 2, 4, size).config(base) for size in (1, 4, None)]
+    made = [Candidate(Strategy(1), False, 2, 4, Sizes(size)).config(base) for size in (1, 4, None)]
     assert [own.get("parallel") for own in made] == [None, None, {"tensor": 2}]
     assert [own["tensor_parallel"] for own in made] == [
         {"dtype": "bf16"}, {"dtype": "bf16", "autotp_size": 4}, base["tensor_parallel"],
     ]  # fmt: skip
-    assert "stage 1, tensor 4, without" in Candidate(Strategy(1), False, 2, 4, 4).text
+    assert "stage 1, tensor 4, without" in Candidate(Strategy(1), False, 2, 4, Sizes(4)).text
 
 
 def test_sizes_of_an_axis():
@@ -129,7 +140,28 @@ def test_sizes_of_an_axis():
     assert tensor_sizes((), ranks=64, machine=h100) == (1, 2, 4, 8)
     assert tensor_sizes((), ranks=12, machine=None) == (1, 2, 4)
     assert tensor_sizes((3, 12), ranks=12, machine=None) == (3, 12)
-    assert samples_by_size(24, (1, 2, 4), ranks=16)[0] == {2: 3, 4: 6}
+    every = sizes_of({"tensor": (1, 2, 4)}, ranks=16, machine=None)
+    assert samples_by_sizes(24, every, ranks=16)[0] == {Sizes(2): 3, Sizes(4): 6}
+    assert read_axes("pipeline,tensor=2") == {"pipeline": (), "tensor": (2,)}
+    assert pipeline_sizes((), ranks=48) == (1, 2, 3, 4, 6, 8)
+    both = sizes_of({"pipeline": (1, 4), "tensor": (1, 2)}, ranks=8, machine=None)
+    assert both == [Sizes(1, 1), Sizes(2, 1), Sizes(1, 4), Sizes(2, 4)]
+    samples, refused = samples_by_sizes(12, both, ranks=8)
+    assert samples == {Sizes(2, 1): 3, Sizes(1, 4): 6, Sizes(2, 4): 12}
+    assert "12 samples of a step do not divide over 8" in refused[both[0]]
+    few = samples_by_sizes(4, [Sizes(None, 4)], ranks=8)[1]
+    assert "has 2 samples in a step, fewer than the 4 micro-batches" in few[Sizes(None, 4)]
+
+
+def test_a_candidate_names_its_pipeline_stages_in_its_configuration():
+    base = {"parallel": {"pipeline": 8, "data_replicate": 2}, "bf16": {"enabled": True}}
+    made = [Candidate(Strategy(1), False, 2, 4, Sizes(None, n)).config(base) for n in (1, 4, None)]
+    assert [own.get("parallel") for own in made] == [
+        {"data_replicate": 2}, {"data_replicate": 2, "pipeline": 4}, base["parallel"],
+    ]  # fmt: skip
+    assert [refusal(Candidate(Strategy(1), False, 1, n, Sizes(None, 4))) == "" for n in (3, 4)] == [
+        False, True,
+    ]  # fmt: skip
 
 
 def test_hundreds_of_candidates_cost_few_simulations():
@@ -146,7 +178,7 @@ def test_a_peak_that_does_not_depend_on_small_batches_costs_few_simulations():
         nbytes = max(900, 30 * candidate.micro_batch)
         return SimpleNamespace(peak_nbytes=nbytes, fits=nbytes <= 1000)
 
-    result = search(simulated, {}, aim="speed", samples={None: 360}, can_checkpoint=False)
+    result = search(simulated, {}, aim="speed", samples={AS_CONFIGURED: 360}, can_checkpoint=False)
     assert result.chosen == Candidate(Strategy(0), False, 30, 12)
     assert len(made) <= 8
 

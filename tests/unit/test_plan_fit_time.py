@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
 from zeroshard.config.machine_file import PRESETS, MachineFile, parse_machine
-from zeroshard.planner.candidates import Candidate, Strategy, StrategyKind, candidates_of
+from zeroshard.planner import fit_time
+from zeroshard.planner.candidates import (
+    Candidate,
+    Sizes,
+    Strategy,
+    StrategyKind,
+    candidates_of,
+    refusal,
+)
 from zeroshard.planner.fit import calm_collector, fit
 from zeroshard.planner.fit_time import (
     Growth,
@@ -61,21 +70,20 @@ NAME = f"{__name__}:words"
 ARGS: dict[str, Any] = {"ranks": 4, "length": LENGTH}
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+def small_llama(folder: Path, layers: int) -> str:
     transformers = pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("llama")
     transformers.LlamaConfig(
-        hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
+        hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
         intermediate_size=128, vocab_size=128, dtype="bfloat16", architectures=["LlamaForCausalLM"],
     ).save_pretrained(folder)  # fmt: skip
     return str(folder)
 
 
 @pytest.mark.timeout(600)  # 49 simulations
-def test_few_simulations_find_what_simulating_every_candidate_finds(llama):
+def test_few_simulations_find_what_simulating_every_candidate_finds(tmp_path):
     """With one and two tensor ranks. Each limit of memory is a search of its own; plans are made once."""
-    samples: dict[int | None, int] = {1: 2, 2: 4}
+    llama = small_llama(tmp_path, layers=1)
+    samples = {Sizes(tensor=1): 2, Sizes(tensor=2): 4}
     made: dict[Candidate, Any] = {}
 
     def real(own: Candidate) -> Any:
@@ -87,8 +95,8 @@ def test_few_simulations_find_what_simulating_every_candidate_finds(llama):
             )  # fmt: skip
         return made[own]
 
-    kinds = [kind for t in samples for kind in kinds_of(t, can_checkpoint=False)]
-    every = [own for kind in kinds for own in candidates_of(kind, samples[kind.tensor])]
+    kinds = [kind for sizes in samples for kind in kinds_of(sizes, can_checkpoint=False)]
+    every = [own for kind in kinds for own in candidates_of(kind, samples[kind.sizes])]
     assert len(every) == 7 * (2 + 3)
     with calm_collector():
         peaks = sorted(real(own).peak_nbytes for own in every)
@@ -125,8 +133,66 @@ def test_few_simulations_find_what_simulating_every_candidate_finds(llama):
         if fit_found.larger is not None:
             assert fit_found.larger.simulated
     winners = [each.chosen.kind for each in found[1:]]
-    assert {kind.tensor for kind in winners} == {1, 2}
+    assert {kind.sizes.tensor for kind in winners} == {1, 2}
     assert len({kind.strategy for kind in winners}) == 3
+
+
+LOSSES_NBYTES = 64
+"""One number for each micro-batch that was not simulated."""
+
+
+def test_pipelines_are_searched_like_simulating_every_candidate(tmp_path, monkeypatch):
+    """With one and two stages; every candidate is simulated with all micro-batches of its step."""
+    llama = small_llama(tmp_path, layers=2)
+    monkeypatch.setattr(fit_time, "STRATEGIES", [(Strategy(0),), (Strategy(2),)])
+    samples = {Sizes(pipeline=1): 2, Sizes(pipeline=2): 4}
+    made: dict[Candidate, Any] = {}
+
+    def real(own: Candidate) -> Any:
+        if own not in made:
+            config = own.config(CONFIG | {"unit_min_numel": 1000})
+            made[own] = make_plan(
+                llama, config, machine=machine(), memory_gib=1.0, ranks=2, length=LENGTH
+            )
+        return made[own]
+
+    kinds = [kind for sizes in samples for kind in kinds_of(sizes, can_checkpoint=False)]
+    every = [own for kind in kinds for own in candidates_of(kind, samples[kind.sizes])]
+    able = [own for own in every if not refusal(own)]
+    assert (len(every), len(able)) == (2 * (2 + 3), 2 * (2 + 2))
+    with calm_collector():
+        peaks = sorted(real(own).peak_nbytes for own in able)
+        winners = set()
+        for limit in (peaks[0] + LOSSES_NBYTES, peaks[3] + LOSSES_NBYTES):
+            found = search_by_time(
+                lambda own, limit=limit: replace(real(own), limit_nbytes=limit),
+                CONFIG, machine(), samples=samples, can_checkpoint=False,
+            )  # fmt: skip
+            fitting = [own for own in able if real(own).peak_nbytes <= limit]
+            best_s = min(real(own).time.total_s for own in fitting)
+            assert found.chosen in fitting
+            assert real(found.chosen).time.total_s == pytest.approx(best_s, rel=1e-6)
+            assert found.plan.peak_nbytes == real(found.chosen).peak_nbytes
+            winners.add(found.chosen.micro_batch)
+            assert {each.candidate for each in found.judged} == set(every)
+            for each in found.judged:
+                own = each.candidate
+                if refusal(own):
+                    assert each.why.startswith("cannot run: the schedule 1F1B needs at least as")
+                elif each.seconds is not None:
+                    assert each.seconds == pytest.approx(real(own).time.total_s, rel=0.05), each
+                if each.peak_nbytes is not None and not refusal(own):
+                    assert each.peak_nbytes <= 1.2 * real(own).peak_nbytes, each
+    assert winners == {1, 2}
+    own = Candidate(Strategy(2), False, 1, 4, Sizes(pipeline=2))
+    line = make_plan(
+        llama, own.config(CONFIG | {"unit_min_numel": 1000}), machine=machine(), few=True, ranks=2,
+        length=LENGTH,
+    )  # fmt: skip
+    assert any(each.startswith("3 of 4 micro-batches") for each in line.assumed)
+    assert line.time.total_s == pytest.approx(real(own).time.total_s, rel=0.02)
+    for few, whole in zip(line.stages, real(own).stages, strict=True):
+        assert 0 <= whole.peak_nbytes - few.peak_nbytes <= LOSSES_NBYTES
 
 
 def test_two_micro_batches_give_the_time_of_many():
@@ -150,7 +216,7 @@ def test_what_the_machine_file_lacks_leaves_out_the_kinds_that_need_it():
 
 
 def test_a_kind_comes_after_those_that_it_adds_to():
-    kinds = kinds_of(2)
+    kinds = kinds_of(Sizes(tensor=2))
     for at, kind in enumerate(kinds):
         assert all(parent in kinds[:at] for parent in less_than(kind))
     both = StrategyKind(Strategy(3, optimizer=True, params=True), True)

@@ -62,7 +62,8 @@ def plan_command(
         typer.Option(
             metavar="AXES",
             help='The axes of the mesh that --fit may choose: "tensor", for all sizes that divide the '
-            'ranks and a node, or "tensor=1,4", for these. Default: the mesh stays.',
+            'ranks and a node, "tensor=1,4", for these, "pipeline", or "tensor,pipeline". Default: the '
+            "mesh stays.",
         ),
     ] = None,
     machine: Annotated[

@@ -379,10 +379,14 @@ class Recorder:
         self._ops.select()
         self._ops.tolerate_captures()
 
-    def note_pending(self, item: Item) -> None:
-        """Record an event: ``item`` is done when the current stream reaches this point."""
+    def note_waited(self, item: Item) -> None:
+        """Tell the listener that the rank goes on only when ``item`` is done."""
         if self.listener is not None:
             self.listener.finished(self, item[1])
+
+    def note_pending(self, item: Item) -> None:
+        """Record an event: ``item`` is done when the current stream reaches this point."""
+        self.note_waited(item)
         if self.pending is not None and not self._ops.is_capturing():
             spare = self._spare_events
             event = spare.pop() if spare else self._ops.event()

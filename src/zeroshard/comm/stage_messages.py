@@ -343,3 +343,4 @@ class _Message:
             self._work.wait()
         finally:
             recorder.end_wait(self._item, began_s)
+        recorder.note_waited(self._item)

@@ -17,6 +17,7 @@ from torch import nn
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.engine.draft import Draft
+from zeroshard.engine.optimizer_step import is_fake
 from zeroshard.engine.param_groups import options_in_words
 from zeroshard.engine.unit_plan import UnitSpec
 from zeroshard.errors import UsageError
@@ -95,6 +96,8 @@ def check_options(draft: Draft, watch: CommSession) -> None:
     codes = [_code(found[name]) if name in found else -1.0 for name in names]
     own = torch.tensor(codes, dtype=torch.float64, device=draft.device)
     rows = watch.world.all_gather_small(own, name="options of tied parameters")
+    if is_fake(rows):  # a simulation has no other ranks
+        return
     for name, of_ranks in zip(names, rows.t().tolist(), strict=True):
         holders = {rank: code for rank, code in enumerate(of_ranks) if code >= 0}
         first = next(iter(holders.values()), None)

@@ -335,6 +335,9 @@ class ZeroStage(PipelineStage):
         if self.is_last:
             assert loss is not None
             self._run_backward(last_backward, (loss,), None)
+            # torch's schedule keeps it to the end of the step, and its graph would keep the inputs of the
+            # stage and their gradients.
+            loss.detach_()
         else:
             outputs = self._outputs.pop(bwd_chunk_id)
             needing = [tensor for tensor in outputs if tensor.requires_grad]

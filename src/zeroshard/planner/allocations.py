@@ -160,6 +160,11 @@ class Allocations(TorchDispatchMode):
         self.moments = {name: at for name, at in self.moments.items() if name == "init"}
         self.together = {name: n for name, n in self.together.items() if name == "init"}
 
+    def forget_peaks(self) -> None:
+        """Forget the peaks so far."""
+        self.moments.clear()
+        self.together.clear()
+
     def look(self, what: str) -> None:
         """Compare what is held now with the peaks. ``what``: the name of the moment."""
         self._look(what, NOWHERE)

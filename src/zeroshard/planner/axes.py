@@ -11,28 +11,30 @@ from torch import nn
 from zeroshard.config.machine_file import MachineFile
 from zeroshard.core.mesh import DIMS
 from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.parallel.split import PipelineModel
 from zeroshard.parallel.tensor_plan import decide
+from zeroshard.planner.candidates import SCHEDULE, Sizes
 from zeroshard.planner.fakes import fake_tensors
+from zeroshard.planner.model_source import cut_evenly
 
 NODE_RANKS = 8
 """Ranks of a node, where no machine says how many."""
 
-PIPELINE = (
-    "--fit-axes names pipeline, and --fit does not search with a pipeline: how many micro-batches a "
-    "stage holds depends on what is searched. Leave pipeline out, and plan configurations with "
-    "parallel.pipeline one by one."
-)
+MOST_STAGES = 8
+"""The most pipeline stages that are tried if no numbers are named."""
+
+SEARCHED = ("tensor", "pipeline")
+"""The axes of a mesh that can be searched."""
 
 
 def read_axes(text: str) -> dict[str, tuple[int, ...]]:
     """The axes that a search may choose, each with its sizes; no sizes: every one that divides the ranks.
 
-    >>> read_axes("tensor"), read_axes("tensor=1,4")
-    ({'tensor': ()}, {'tensor': (1, 4)})
+    >>> read_axes("tensor"), read_axes("tensor=1,4,pipeline")
+    ({'tensor': ()}, {'tensor': (1, 4), 'pipeline': ()})
 
     Raises:
         UsageError: an axis is not known or not searched, or a size is no whole number of at least 1.
-        UnsupportedError: the axis is the pipeline.
     """
     axes: dict[str, list[int]] = {}
     name = ""
@@ -54,10 +56,8 @@ def read_axes(text: str) -> dict[str, tuple[int, ...]]:
 
 
 def _check_name(name: str) -> None:
-    if name == "tensor":
+    if name in SEARCHED:
         return
-    if name == "pipeline":
-        raise UnsupportedError(PIPELINE)
     if name in DIMS:
         why = (
             "sequence parallelism does not exist yet"
@@ -65,12 +65,48 @@ def _check_name(name: str) -> None:
             else "how many ranks share the samples of a step follows from the other axes"
         )
         raise UsageError(
-            f"--fit-axes names {name}: {why}. The axis that can be searched is tensor."
+            f"--fit-axes names {name}: {why}. The axes that can be searched are tensor and pipeline."
         )
     raise UsageError(
-        f"--fit-axes names {name!r}, which is not an axis of a mesh. The axis that can be searched is "
-        "tensor."
+        f"--fit-axes names {name!r}, which is not an axis of a mesh. The axes that can be searched are "
+        "tensor and pipeline."
     )
+
+
+def sizes_of(
+    axes: Mapping[str, Sequence[int]], *, ranks: int, machine: MachineFile | None
+) -> list[Sizes]:
+    """The meshes to try, those with fewer ranks for a copy of the model first, and of these pipelines.
+
+    ``axes``: as :func:`read_axes` gives them.
+
+    Raises:
+        UsageError: a size does not divide the ranks of the run or of a node.
+    """
+    tensors: Sequence[int | None] = (None,)
+    stages: Sequence[int | None] = (None,)
+    if "tensor" in axes:
+        tensors = tensor_sizes(axes["tensor"], ranks=ranks, machine=machine)
+    if "pipeline" in axes:
+        stages = pipeline_sizes(axes["pipeline"], ranks=ranks)
+    found = [Sizes(tensor, pipeline) for tensor in tensors for pipeline in stages]
+    return sorted(found, key=lambda own: ((own.tensor or 1) * (own.pipeline or 1), own.tensor or 1))
+
+
+def pipeline_sizes(asked: Sequence[int], *, ranks: int) -> tuple[int, ...]:
+    """The numbers of pipeline stages to try: ``asked``, or all up to :data:`MOST_STAGES` that divide the
+    run.
+
+    Raises:
+        UsageError: a size does not divide the ranks of the run.
+    """
+    for size in asked:
+        if ranks % size:
+            raise UsageError(
+                f"--fit-axes: {size} pipeline stages do not divide --ranks {ranks}. Sizes that do: "
+                f"{_listed(_divisors(ranks))}."
+            )
+    return tuple(asked) or tuple(size for size in _divisors(ranks) if size <= MOST_STAGES)
 
 
 def tensor_sizes(
@@ -110,8 +146,8 @@ def _listed(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def check_axis_is_free(base: Mapping[str, Any]) -> None:
-    """Check that nothing in a configuration fixes what follows from the number of tensor ranks.
+def check_axes_are_free(base: Mapping[str, Any], axes: Mapping[str, Sequence[int]]) -> None:
+    """Check that nothing in a configuration fixes what follows from the axes.
 
     Raises:
         UsageError: a key does.
@@ -124,49 +160,82 @@ def check_axis_is_free(base: Mapping[str, Any]) -> None:
         named.append("data_parallel_size")
     if named:
         raise UsageError(
-            f"--fit-axes tensor tries several numbers of data-parallel ranks, and {named[0]} fixes one. "
-            "Leave it out of the configuration."
+            f"--fit-axes {','.join(axes)} tries several numbers of data-parallel ranks, and {named[0]} "
+            "fixes one. Leave it out of the configuration."
         )
     own = parallel.get("tensor")
-    if own not in (None, "auto", 1) and not (tensor.get("autotp_size") or tensor.get("tp")):
+    if "tensor" not in axes or tensor.get("autotp_size") or tensor.get("tp"):
+        return
+    if own not in (None, "auto", 1):
         raise UsageError(
             f"--fit-axes tensor lets the engine cut the model, and with parallel.tensor {own} the "
             "program cuts it. Write tensor_parallel.autotp_size instead, if the engine can cut it."
         )
 
 
-def samples_by_size(
-    samples: int, sizes: Sequence[int], ranks: int
-) -> tuple[dict[int | None, int], dict[int, str]]:
-    """Samples of a data-parallel rank by number of tensor ranks, and why a number cannot be used.
+def samples_by_sizes(
+    samples: int, sizes: Sequence[Sizes], ranks: int, *, tensor: int = 1
+) -> tuple[dict[Sizes, int], dict[Sizes, str]]:
+    """Samples of a data-parallel rank by mesh, and why a mesh cannot be used.
 
-    ``samples``: of all ranks in a step. They stay.
+    ``samples``: of all ranks in a step. They stay. ``tensor``: tensor ranks where this axis stays.
     """
-    found: dict[int | None, int] = {}
-    refused: dict[int, str] = {}
-    for size in sizes:
-        data = ranks // size
-        if samples % data:
-            refused[size] = (
+    found: dict[Sizes, int] = {}
+    refused: dict[Sizes, str] = {}
+    for each in sizes:
+        stages, copy = each.pipeline or 1, (each.tensor or tensor) * (each.pipeline or 1)
+        data = ranks // copy
+        if ranks % copy:
+            refused[each] = f"{copy} ranks for a copy of the model do not divide {ranks} ranks"
+        elif samples % data:
+            refused[each] = (
                 f"{samples} samples of a step do not divide over {data} data-parallel ranks"
             )
+        elif samples // data < stages:
+            refused[each] = (
+                f"a data-parallel rank has {samples // data} samples in a step, fewer than the "
+                f"{stages} micro-batches that the schedule {SCHEDULE} needs"
+            )
         else:
-            found[size] = samples // data
+            found[each] = samples // data
     return found, refused
 
 
-def refused_by_model(build: Callable[[], nn.Module], sizes: Sequence[int]) -> dict[int, str]:
-    """The numbers of tensor ranks over which the engine cannot cut a model, with the reason.
-
-    Nothing is cut, and the model has no memory.
-    """
-    found: dict[int, str] = {}
+def refused_by_model(build: Callable[[], nn.Module], sizes: Sequence[Sizes]) -> dict[Sizes, str]:
+    """The meshes over which a model cannot be cut, with the reason. The model has no memory."""
+    found: dict[Sizes, str] = {}
+    by_axis: dict[tuple[str, int], str] = {}
     with fake_tensors():
         model = build()
-        for size in sizes:
-            try:
-                if size > 1:
-                    decide(model, size, "auto")
-            except (UsageError, UnsupportedError) as error:
-                found[size] = str(error)
+        for axis, check in (("tensor", _tensor_refusal), ("pipeline", _pipeline_refusal)):
+            for size in {each.by_axis.get(axis, 1) for each in sizes} - {1}:
+                by_axis[axis, size] = check(model if axis == "tensor" else build(), size)
+    for each in sizes:
+        reasons = [by_axis.get(item, "") for item in each.by_axis.items()]
+        if why := next(filter(None, reasons), ""):
+            found[each] = why
     return found
+
+
+def _tensor_refusal(model: nn.Module, size: int) -> str:
+    try:
+        decide(model.inner if isinstance(model, PipelineModel) else model, size, "auto")
+    except (UsageError, UnsupportedError) as error:
+        return str(error)
+    return ""
+
+
+def _pipeline_refusal(model: nn.Module, size: int) -> str:
+    if isinstance(model, PipelineModel):
+        if (model.schedule, len(model.stages)) == (SCHEDULE, size):
+            return ""
+        return (
+            f"the model is cut into {len(model.stages)} stages with the schedule {model.schedule}. A "
+            f"search takes one stage for each rank and {SCHEDULE}, with which a stage holds as many "
+            "micro-batches for any accumulation. Return the model that is not cut, or plan it by itself"
+        )
+    try:
+        cut_evenly(model, size)
+    except (UsageError, UnsupportedError) as error:
+        return str(error)
+    return ""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.planner.plan import Plan
+
+SCHEDULE = "1F1B"
+"""The schedule of pipelines that are searched: a stage of P holds at most P micro-batches."""
 
 Aim: TypeAlias = Literal["speed", "memory"]
 
@@ -41,57 +45,68 @@ LEVELS = (STRATEGIES[:2], *((group,) for group in STRATEGIES[2:]))
 first level neither gather parameters for forward nor offload anything."""
 
 
-class StrategyKind(NamedTuple):
-    """What candidates have in common that differ in the micro-batch only.
+class Sizes(NamedTuple):
+    """Tensor ranks and pipeline stages of a mesh. None: as the configuration says."""
 
-    ``tensor``: tensor ranks; None: as the configuration says.
-    """
+    tensor: int | None = None
+    pipeline: int | None = None
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """Those that are searched."""
+        return {axis: size for axis, size in self._asdict().items() if size is not None}
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.by_axis.items())
+
+
+AS_CONFIGURED = Sizes()
+"""The mesh of the configuration."""
+
+
+class StrategyKind(NamedTuple):
+    """What candidates have in common that differ in the micro-batch only."""
 
     strategy: Strategy
     checkpointing: bool
-    tensor: int | None = None
+    sizes: Sizes = AS_CONFIGURED
 
 
-def kinds_by_experience(
-    tensors: Sequence[int | None], *, can_checkpoint: bool
-) -> Iterator[StrategyKind]:
+def kinds_by_experience(sizes: Sequence[Sizes], *, can_checkpoint: bool) -> Iterator[StrategyKind]:
     """Every kind, the fastest first as far as this is known without a machine."""
     for level in LEVELS:
-        for tensor in tensors:
+        for each in sizes:
             for group in level:
                 for on in (False, True) if can_checkpoint else (False,):
                     for strategy in group:
-                        yield StrategyKind(strategy, on, tensor)
+                        yield StrategyKind(strategy, on, each)
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One configuration. ``micro_batch`` times ``accumulation`` samples are a rank's part of a step.
 
-    ``tensor``: tensor ranks, which have the same samples; None: as the configuration says.
+    Ranks that differ in one of ``sizes`` have the same samples.
     """
 
     strategy: Strategy
     checkpointing: bool
     micro_batch: int
     accumulation: int
-    tensor: int | None = None
+    sizes: Sizes = AS_CONFIGURED
 
     @property
     def kind(self) -> StrategyKind:
         """What it has in common with other micro-batches."""
-        return StrategyKind(self.strategy, self.checkpointing, self.tensor)
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """The sizes of the axes of the mesh that were searched."""
-        return {} if self.tensor is None else {"tensor": self.tensor}
+        return StrategyKind(self.strategy, self.checkpointing, self.sizes)
 
     @property
     def text(self) -> str:
         """In words."""
         how = "with" if self.checkpointing else "without"
-        axes = "".join(f", {axis} {size}" for axis, size in self.axes.items())
+        axes = "".join(f", {axis} {size}" for axis, size in self.sizes.by_axis.items())
         return (
             f"{self.strategy.text}{axes}, {how} activation checkpointing, micro-batch "
             f"{self.micro_batch} x accumulation {self.accumulation}"
@@ -111,8 +126,10 @@ class Candidate:
                 is_away = given.get("device") not in (None, "none")
                 zero[key] = given if is_away else {**given, "device": "cpu"}
         others = {key: value for key, value in base.items() if key != "train_batch_size"}
-        if self.tensor is not None:
-            others = with_tensor_ranks(others, self.tensor)
+        if self.sizes.tensor is not None:
+            others = with_tensor_ranks(others, self.sizes.tensor)
+        if self.sizes.pipeline is not None:
+            others = with_pipeline(others, self.sizes.pipeline)
         return {  # train_batch_size follows from micro-batch, accumulation and ranks
             **others,
             "train_micro_batch_size_per_gpu": self.micro_batch,
@@ -123,9 +140,30 @@ class Candidate:
 
 def candidates_of(kind: StrategyKind, samples: int) -> list[Candidate]:
     """Those of a kind for the ``samples`` of a rank in a step, by increasing micro-batch."""
-    strategy, on, tensor = kind
-    sizes = [size for size in range(1, samples + 1) if samples % size == 0]
-    return [Candidate(strategy, on, size, samples // size, tensor) for size in sizes]
+    strategy, on, sizes = kind
+    micro_batches = [size for size in range(1, samples + 1) if samples % size == 0]
+    return [Candidate(strategy, on, size, samples // size, sizes) for size in micro_batches]
+
+
+def refusal(candidate: Candidate) -> str:
+    """Why the schedule of a candidate's pipeline cannot run; "" if it can."""
+    stages = candidate.sizes.pipeline or 1
+    if stages == 1:
+        return ""
+    return SCHEDULES[SCHEDULE].refusal(stages, 1, candidate.accumulation)
+
+
+def possible(kind: StrategyKind, samples: int) -> list[Candidate]:
+    """Those of :func:`candidates_of` that can run."""
+    return [own for own in candidates_of(kind, samples) if not refusal(own)]
+
+
+def with_pipeline(base: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """``base`` with ``size`` pipeline stages."""
+    given = {k: v for k, v in (base.get("parallel") or {}).items() if k != "pipeline"}
+    rest = {key: value for key, value in base.items() if key != "parallel"}
+    parallel = given | ({"pipeline": size} if size > 1 else {})
+    return rest | ({"parallel": parallel} if parallel else {})
 
 
 def with_tensor_ranks(base: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -159,7 +197,7 @@ class Judged:
         """Everything, for JSON."""
         own = self.candidate
         return {
-            "strategy": own.strategy.text, "stage": own.strategy.stage, "axes": own.axes,
+            "strategy": own.strategy.text, "stage": own.strategy.stage, "axes": own.sizes.by_axis,
             "checkpointing": own.checkpointing, "micro_batch": own.micro_batch,
             "accumulation": own.accumulation, "peak_nbytes": self.peak_nbytes,
             "seconds": self.seconds, "simulated": self.simulated, "why": self.why,
@@ -172,7 +210,8 @@ class Fit:
 
     ``judged``: every candidate. ``larger``: the next larger micro-batch like the chosen one, simulated;
     None: the chosen one is the largest, or the aim is "memory". ``order``: where the order of speed is
-    from. ``refused``: tensor sizes that no candidate can have, with the reason.
+    from. ``refused``: sizes of axes that no candidate can have, with the reason. ``split``: where the
+    program must cut the model into pipeline stages; none if it has one, or cuts it already.
     """
 
     aim: Aim
@@ -183,7 +222,8 @@ class Fit:
     larger: Judged | None
     simulations: int
     order: str
-    refused: Mapping[int, str] = field(default_factory=dict)
+    refused: Mapping[Sizes, str] = field(default_factory=dict)
+    split: Sequence[str] = ()
 
     @property
     def count(self) -> int:
@@ -199,7 +239,17 @@ class Fit:
             "config": dict(self.config),
             "next_larger": None if self.larger is None else self.larger.as_dict(),
             "simulations": self.simulations,
-            "refused": {f"tensor {size}": why for size, why in self.refused.items()},
+            "refused": {sizes.text: why for sizes, why in self.refused.items()},
+            "split": list(self.split),
             "candidates": [each.as_dict() for each in self.judged],
             "plan": self.plan.as_dict(),
         }  # fmt: skip
+
+
+def refused_by_schedule(
+    kinds: Iterable[StrategyKind], samples: Mapping[Sizes, int]
+) -> list[Judged]:
+    """The candidates whose pipeline cannot run, with the reason."""
+    every = [own for kind in kinds for own in candidates_of(kind, samples[kind.sizes])]
+    reasons = [(own, refusal(own)) for own in every]
+    return [Judged(own, None, None, False, f"cannot run: {why}") for own, why in reasons if why]

@@ -1,6 +1,7 @@
-"""Searches a configuration that fits: stage, offload, tensor ranks, checkpointing and micro-batch.
+"""Searches a configuration that fits: stage, offload, mesh, checkpointing and micro-batch.
 
-The batch of a step stays: with more tensor ranks each data-parallel rank has more samples. With a
+The batch of a step stays: with more tensor ranks or pipeline stages each data-parallel rank has more
+samples. With a
 machine, candidates are ordered by the predicted time of a step (:mod:`zeroshard.planner.fit_time`).
 Without one they are ordered by how much they slow a step down, as far as this is known: first by
 :func:`~zeroshard.planner.candidates.kinds_by_experience`, then by larger micro-batches. The peak of a
@@ -21,26 +22,31 @@ from typing import Any
 
 from zeroshard.config import load_config
 from zeroshard.config.machine_file import MachineFile
-from zeroshard.errors import ConfigError, UnsupportedError, UsageError
+from zeroshard.errors import ConfigError, UsageError
+from zeroshard.parallel.split import PipelineModel
 from zeroshard.planner.axes import (
-    check_axis_is_free,
+    check_axes_are_free,
     refused_by_model,
-    samples_by_size,
-    tensor_sizes,
+    samples_by_sizes,
+    sizes_of,
 )
 from zeroshard.planner.candidates import (
+    AS_CONFIGURED,
     Aim,
     Candidate,
     Fit,
     Judged,
+    Sizes,
     Strategy,
     StrategyKind,
-    candidates_of,
     kinds_by_experience,
+    possible,
+    refused_by_schedule,
 )
+from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.fit_time import search_by_time
 from zeroshard.planner.gpu_kernels import Target
-from zeroshard.planner.model_source import can_checkpoint, model_source
+from zeroshard.planner.model_source import can_checkpoint, even_split, model_source
 from zeroshard.planner.plan import Plan, config_dict, explained, make_plan, mesh_of
 
 
@@ -72,18 +78,20 @@ def fit(
     settings = load_config(base, world_size=ranks).config
     size, steps = settings.train_micro_batch_size_per_gpu, settings.gradient_accumulation_steps
     assert size is not None  # computed where it is not given
-    if (mesh := mesh_of(settings, ranks)).pipeline > 1:
-        raise UnsupportedError(
-            f"the mesh is {mesh.text}, and --fit does not search with a pipeline: how many micro-batches "
-            "a stage holds depends on what is searched. Plan the configurations one by one."
-        )
-    samples: dict[int | None, int] = {None: size * (steps or 1)}
-    refused: dict[int, str] = {}
-    if axes and "tensor" in axes:
+    samples = {AS_CONFIGURED: size * (steps or 1)}
+    refused: dict[Sizes, str] = {}
+    mesh = mesh_of(settings, ranks)
+    wanted = dict(axes or {})
+    if mesh.pipeline > 1:
+        wanted.setdefault("pipeline", (mesh.pipeline,))
+    if wanted:
         assert settings.train_batch_size is not None  # computed where it is not given
-        check_axis_is_free(base)
-        sizes = tensor_sizes(axes["tensor"], ranks=ranks, machine=machine)
-        samples, refused = _possible(model, base, sizes, settings.train_batch_size, ranks)
+        check_axes_are_free(base, wanted)
+        sizes = sizes_of(wanted, ranks=ranks, machine=machine)
+        found, refused = samples_by_sizes(
+            settings.train_batch_size, sizes, ranks, tensor=mesh.tensor
+        )
+        samples, refused = _possible(model, base, found, refused, ranks)
 
     def simulated(candidate: Candidate) -> Plan:
         made = make_plan(
@@ -101,34 +109,47 @@ def fit(
         able = can_checkpoint(model)
     with calm_collector():
         if machine is not None and aim == "speed":
-            found = search_by_time(simulated, base, machine, samples=samples, can_checkpoint=able)
+            result = search_by_time(simulated, base, machine, samples=samples, can_checkpoint=able)
         else:
-            found = search(simulated, base, aim=aim, samples=samples, can_checkpoint=able)
-    return replace(found, refused=refused)
+            result = search(simulated, base, aim=aim, samples=samples, can_checkpoint=able)
+    return replace(result, refused=refused, split=_split(model, result.chosen))
+
+
+def _split(model: str, chosen: Candidate | None) -> Sequence[str]:
+    """Where the program must cut the model for the chosen pipeline."""
+    stages = 1 if chosen is None else chosen.sizes.pipeline or 1
+    if stages == 1:
+        return ()
+    with explained(model), fake_tensors():
+        built = model_source(model, 1, 1, sharded=False).build()
+        return () if isinstance(built, PipelineModel) else even_split(built, stages)
 
 
 def _possible(
-    model: str, base: Mapping[str, Any], sizes: Sequence[int], samples: int, ranks: int
-) -> tuple[dict[int | None, int], dict[int, str]]:
-    """Samples of a rank by number of tensor ranks, and why other numbers cannot be used.
+    model: str,
+    base: Mapping[str, Any],
+    samples: Mapping[Sizes, int],
+    refused: dict[Sizes, str],
+    ranks: int,
+) -> tuple[dict[Sizes, int], dict[Sizes, str]]:
+    """Samples of a rank by mesh, and why other meshes cannot be used. ``refused``: those that are known.
 
     Raises:
         UsageError: none can be used.
     """
-    found, refused = samples_by_size(samples, sizes, ranks)
-    for size, own in list(found.items()):
+    for sizes, own in samples.items():
         try:
-            trial = Candidate(Strategy(0), False, 1, own, size).config(base)
+            trial = Candidate(Strategy(0), False, 1, own, sizes).config(base)
             load_config(trial, world_size=ranks)
         except ConfigError as error:
-            refused[size or 1] = str(error)
+            refused[sizes] = str(error)
     with explained(model):
         build = model_source(model, 1, 1, sharded=False).build
-        refused |= refused_by_model(build, [n for n in sizes if n not in refused])
-    found = {size: own for size, own in found.items() if size not in refused}
+        refused |= refused_by_model(build, [each for each in samples if each not in refused])
+    found = {sizes: own for sizes, own in samples.items() if sizes not in refused}
     if not found:
-        reasons = "; ".join(f"tensor {size}: {why}" for size, why in refused.items())
-        raise UsageError(f"--fit-axes: no number of tensor ranks is possible. {reasons}")
+        reasons = "; ".join(f"{sizes.text}: {why}" for sizes, why in refused.items())
+        raise UsageError(f"--fit: no mesh is possible. {reasons}")
     return found, refused
 
 
@@ -151,13 +172,13 @@ def search(
     base: Mapping[str, Any],
     *,
     aim: Aim,
-    samples: Mapping[int | None, int],
+    samples: Mapping[Sizes, int],
     can_checkpoint: bool,
 ) -> Fit:
     """The first candidate that fits, in the order of ``aim``.
 
-    ``simulated`` gives a candidate's plan. ``samples``: of one rank in a step, by number of tensor ranks;
-    None: as the configuration says. "speed": the fastest candidate that fits, in the order of experience.
+    ``simulated`` gives a candidate's plan. ``samples``: of one rank in a step, by mesh. "speed": the
+    fastest candidate that fits, in the order of experience.
     "memory": the one with the smallest peak.
     """
     runs = _Runs(simulated, samples)
@@ -183,6 +204,7 @@ def search(
     judged = [
         _judged(runs, own, chosen, aim, looked) for kind in kinds for own in runs.candidates(kind)
     ]
+    judged += refused_by_schedule(kinds, samples)
     return Fit(
         aim, chosen, runs.plan(best), best.config(base), judged, larger, runs.count,
         "The order of speed is one of experience: no machine was measured.",
@@ -230,7 +252,7 @@ class _Runs:
     """Simulations of candidates, each once."""
 
     def __init__(
-        self, simulated: Callable[[Candidate], Plan], samples: Mapping[int | None, int]
+        self, simulated: Callable[[Candidate], Plan], samples: Mapping[Sizes, int]
     ) -> None:
         self._samples = samples
         self._plans: dict[Candidate, Plan] = {}
@@ -253,4 +275,4 @@ class _Runs:
 
     def candidates(self, kind: StrategyKind) -> list[Candidate]:
         """Those of a kind, by increasing micro-batch."""
-        return candidates_of(kind, self._samples[kind.tensor])
+        return possible(kind, self._samples[kind.sizes])

@@ -1,16 +1,17 @@
 """Searches the configuration with the smallest predicted time of a step, by few simulations.
 
-A kind is a stage, with or without offload and checkpointing, on a number of tensor ranks. One simulation
-of each kind that may win gives its bytes and the events of its step. How both grow with the micro-batch
-is the same for kinds with the same activations, so it is read from two simulations that differ in one
-sample: the peak of each phase is a line, and so are the work of each operation and the bytes of each
-collective of a layer. Those of the engine do not depend on the micro-batch. With this, hundreds of
-candidates are timed without simulating them.
+A kind is a stage, with or without offload and checkpointing, on a mesh. One simulation of each kind that
+may win gives its bytes and the events of its step. How both grow with the micro-batch is the same for
+kinds with the same activations, so it is read from two simulations that differ in one sample: the peak of
+each phase is a line, and so are the work of each operation and the bytes of each collective of a layer.
+Those of the engine do not depend on the micro-batch. With this, hundreds of candidates are timed without
+simulating them. Of a pipeline, one rank of each stage has these lines, with the micro-batches that the
+schedule 1F1B has in flight there.
 
 What cannot win is not simulated. A kind whose states alone are too large does not fit; they follow from
 those of another stage. Offload and checkpointing add work and take none away, so a kind whose time cannot
 be below that of the same kind without them is left out if something faster fits. Kinds with the same
-activations and the same number of tensor ranks do the same operations, whatever they gather and reduce:
+activations on the same mesh do the same operations, whatever they gather and reduce:
 what these take is the least for all of them, with or without checkpointing. The winner is simulated, and
 so is the next larger micro-batch; if one of them is not what the lines said, the next best candidate is
 the winner.
@@ -30,15 +31,24 @@ from zeroshard.planner.candidates import (
     Candidate,
     Fit,
     Judged,
+    Sizes,
     Strategy,
     StrategyKind,
-    candidates_of,
+    possible,
+    refused_by_schedule,
 )
 from zeroshard.planner.least_states import least_states_nbytes, offloadable_nbytes
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulate import Simulation
-from zeroshard.planner.step_log import Begun, Ended, Operation, StepEvent, is_of_layers
-from zeroshard.planner.step_time import Prices, step_seconds
+from zeroshard.planner.step_log import (
+    MESSAGE,
+    Begun,
+    Ended,
+    Operation,
+    StepEvent,
+    is_of_layers,
+)
+from zeroshard.planner.step_time import Grown, Prices, stage_seconds, step_seconds
 from zeroshard.planner.work import Work, along
 
 LOW, HIGH = 2, 3
@@ -49,12 +59,11 @@ SAME = 0.99
 """The part of the time of a stage's operations that those of other stages take for certain."""
 
 
-def kinds_of(tensor: int | None, *, can_checkpoint: bool = True) -> list[StrategyKind]:
-    """Every kind of a number of tensor ranks, after those that it adds to. Of equally fast ones the first
-    is chosen."""
+def kinds_of(sizes: Sizes, *, can_checkpoint: bool = True) -> list[StrategyKind]:
+    """Every kind of a mesh, after those that it adds to. Of equally fast ones the first is chosen."""
     choices = (False, True) if can_checkpoint else (False,)
     return [
-        StrategyKind(strategy, on, tensor)
+        StrategyKind(strategy, on, sizes)
         for on in choices
         for group in STRATEGIES
         for strategy in group
@@ -86,7 +95,8 @@ def with_less_offload(kind: StrategyKind) -> list[StrategyKind]:
 class Growth:
     """How a step grows with each sample of the micro-batch. By phase: bytes; by operation: work.
 
-    ``layers``: by the bytes of a collective of layers with ``LOW`` samples, those with ``HIGH``.
+    ``layers``: by the bytes of a collective of layers or of a message between pipeline stages with
+    ``LOW`` samples, those with ``HIGH``.
     """
 
     phases: Mapping[str, int]
@@ -128,7 +138,7 @@ class _GrownStep:
     def nbytes(self, begun: Begun) -> int:
         """A collective."""
         low = begun.nbytes
-        if not is_of_layers(begun.key):
+        if not _grows(begun):
             return low
         return max(0, round(low + self.part * (self.growth.layers.get(low, low) - low)))
 
@@ -141,12 +151,15 @@ def _grown(work: Work) -> Work:
 
 def _grown_layers(low: Sequence[StepEvent], high: Sequence[StepEvent]) -> dict[int, int]:
     before, after = (
-        [e.nbytes for e in events if isinstance(e, Begun) and is_of_layers(e.key)]
-        for events in (low, high)
+        [e.nbytes for e in events if isinstance(e, Begun) and _grows(e)] for events in (low, high)
     )
     if len(before) != len(after):  # other operations: all of it grows
         return {nbytes: nbytes * HIGH // LOW for nbytes in before}
     return dict(zip(before, after, strict=True))
+
+
+def _grows(begun: Begun) -> bool:
+    return begun.op == MESSAGE or is_of_layers(begun.key)
 
 
 def _works(events: Sequence[StepEvent]) -> list[Work]:
@@ -156,29 +169,32 @@ def _works(events: Sequence[StepEvent]) -> list[Work]:
 def without_engine(found: Simulation, *, with_update: bool) -> Simulation:
     """A step without collectives of the engine, and without its update if that is not wanted.
 
-    Collectives that layers call stay.
+    Collectives that layers call stay, and so do messages between pipeline stages.
     """
     kept: list[StepEvent] = []
     starts = []
+    messages = {e.key for e in found.events if isinstance(e, Begun) and e.op == MESSAGE}
     for at, event in enumerate(found.events):
         if at in found.starts:
             starts.append(len(kept))
         if isinstance(event, Operation):
             if event.phase != "step" or with_update:
                 kept.append(event)
-        elif isinstance(event, (Begun, Ended)) and is_of_layers(event.key):
+        elif isinstance(event, (Begun, Ended)) and (
+            is_of_layers(event.key) or event.key in messages
+        ):
             kept.append(event)
     return replace(found, events=tuple(kept), starts=tuple(starts))
 
 
 @dataclass
 class _Known:
-    """A kind that was simulated with ``size`` samples. ``whole``: the samples of a step, and its largest
-    micro-batch. By size: ``peaks`` of simulations; ``seconds`` of what fits or may fit, and of ``whole``,
-    which is the fastest if memory is no limit."""
+    """A kind that was simulated with ``size`` samples. ``whole``: the samples of a step. ``growths``: of
+    each pipeline stage; None: not known. By size: ``peaks`` of simulations; ``seconds`` of what fits or
+    may fit, and of what is the fastest if memory is no limit."""
 
     plan: Plan
-    growth: Growth | None
+    growths: Sequence[Growth] | None
     size: int
     whole: int
     peaks: dict[int, int] = field(default_factory=dict)
@@ -187,25 +203,31 @@ class _Known:
     def peak_nbytes(self, size: int) -> int:
         """The peak with ``size`` samples: of a simulation, or on a line.
 
-        A step of one micro-batch may keep no sums of gradients, so their bytes do not count in it.
+        A stage that runs all its forwards before its first backward may keep no sums of gradients beside
+        the activations of all of them, so their bytes do not count in it. So does a step of one
+        micro-batch.
         """
         if size in self.peaks:
             return self.peaks[size]
-        if self.growth is None:
+        if self.growths is None:
             return self.plan.peak_nbytes
-        moments = self.plan.simulation.moments
-        spared = self.plan.simulation.nbytes("gradients") if size == self.whole else 0
-        known = [at for at in self.peaks.items() if at[0] != self.whole]
+        stages, count = self.plan.of_stages, self.whole // size
+        spared = [
+            found.nbytes("gradients") if count == len(stages) - at else 0
+            for at, found in enumerate(stages)
+        ]
+        known = [at for at in self.peaks.items() if self.whole // at[0] != len(stages)]
         known = sorted(known, key=lambda at: abs(at[0] - size))[:2]
         if len(known) == 2:
             (near, nbytes), (far, other) = known
-            return round(nbytes + (size - near) * (other - nbytes) / (far - near)) - spared
+            line = round(nbytes + (size - near) * (other - nbytes) / (far - near))
+            return line - spared[0]
         added = size - self.size
-        line_nbytes = max(
-            moment.device_nbytes + added * self.growth.phases.get(name, 0)
-            for name, moment in moments.items()
+        return max(
+            moment.device_nbytes + added * growth.phases.get(name, 0) - less
+            for found, growth, less in zip(stages, self.growths, spared, strict=True)
+            for name, moment in found.moments.items()
         )
-        return line_nbytes - spared
 
 
 class _Search:
@@ -215,7 +237,7 @@ class _Search:
         self,
         simulated: Callable[[Candidate], Plan],
         machine: MachineFile,
-        samples: Mapping[int | None, int],
+        samples: Mapping[Sizes, int],
         kinds: Sequence[StrategyKind],
     ) -> None:
         self._simulated = simulated
@@ -230,16 +252,16 @@ class _Search:
         self._free_s: dict[StrategyKind, float] = {}  # the same, if memory were no limit
         self.too_large: dict[StrategyKind, int] = {}  # the least bytes of its states
         self.untimed: dict[StrategyKind, str] = {}
-        self._growth: dict[tuple[int | None, bool], Growth] = {}
-        self._model_s: dict[tuple[int | None, bool], float] = {}  # of operations that all stages do
+        self._growths: dict[tuple[Sizes, bool], Sequence[Growth]] = {}
+        self._model_s: dict[tuple[Sizes, bool], float] = {}  # of operations that all stages do
         self.simulations = 0
 
     def candidates(self, kind: StrategyKind) -> list[Candidate]:
-        """Those of a kind, by increasing micro-batch."""
-        return candidates_of(kind, self._samples[kind.tensor])
+        """Those of a kind that can run, by increasing micro-batch."""
+        return possible(kind, self._samples[kind.sizes])
 
     def look_at(self, kinds: Sequence[StrategyKind]) -> None:
-        """Look at the kinds of a number of tensor ranks, first at one that is likely to be fast."""
+        """Look at the kinds of a mesh, first at one that is likely to be fast."""
         best = min(self.fitting(), key=lambda at: at[:2], default=None)
         likely = Strategy(2) if best is None else best[2].strategy
         for kind in sorted(kinds, key=lambda kind: kind.strategy != likely or kind.checkpointing):
@@ -254,10 +276,11 @@ class _Search:
         found, limit_nbytes = 0, 0
         for other, known in self.known.items():
             plan = known.plan
-            tensor = kind.tensor or plan.mesh.tensor
+            tensor = kind.sizes.tensor or plan.mesh.tensor
             nbytes = least_states_nbytes(
-                plan.simulation, other.strategy.stage, kind.strategy, tensor
-            )
+                plan.of_stages, other.strategy.stage, kind.strategy, tensor,
+                kind.sizes.pipeline or 1,
+            )  # fmt: skip
             found, limit_nbytes = max(found, nbytes), limit_of_plan(plan)
         return found, limit_nbytes
 
@@ -276,9 +299,9 @@ class _Search:
             ways = self.candidates(kind)
             for own in ways:
                 fits = found.peak_nbytes(own.micro_batch) <= limit_of_plan(found.plan)
-                if fits or own == ways[-1]:
+                if fits or own in _fastest(ways):
                     found.seconds[own.micro_batch] = self._seconds(found, own)
-            self._note_model(kind, found, ways[-1])
+            self._note_model(kind, found, _fastest(ways))
         except UsageError as error:
             if not self.known:
                 raise
@@ -287,23 +310,26 @@ class _Search:
         self.known[kind] = found
 
     def _look(self, kind: StrategyKind) -> _Known:
-        strategy, on, tensor = kind
-        if self._samples[tensor] == 1:
-            return _Known(self._run(Candidate(strategy, on, 1, 1, tensor)), None, 1, 1)
-        low = self._run(Candidate(strategy, on, LOW, 2, tensor))
-        if (tensor, on) not in self._growth:
-            high = self._run(Candidate(strategy, on, HIGH, 2, tensor))
-            self._growth[tensor, on] = Growth.between(low.simulation, high.simulation)
-        return _Known(low, self._growth[tensor, on], LOW, self._samples[tensor])
+        strategy, on, sizes = kind
+        whole, stages = self._samples[sizes], sizes.pipeline or 1
+        if whole == 1:
+            return _Known(self._run(Candidate(strategy, on, 1, 1, sizes)), None, 1, 1)
+        count = stages + 1  # with more, a stage holds no more
+        low = self._run(Candidate(strategy, on, LOW, count, sizes))
+        if (sizes, on) not in self._growths:
+            high = self._run(Candidate(strategy, on, HIGH, count, sizes))
+            self._growths[sizes, on] = list(map(Growth.between, low.of_stages, high.of_stages))
+        return _Known(low, self._growths[sizes, on], LOW, whole)
 
-    def _note_model(self, kind: StrategyKind, known: _Known, largest: Candidate) -> None:
-        """Note what the model alone takes with the largest micro-batch, which is the fastest."""
-        stage, found = kind.strategy.stage, known.plan.simulation
-        on_device = found.updated.tier == Tier.DEVICE.name
+    def _note_model(self, kind: StrategyKind, known: _Known, fastest: Sequence[Candidate]) -> None:
+        """Note what the model alone takes. ``fastest``: one of these is, if memory is no limit."""
+        stage = kind.strategy.stage
+        on_device = known.plan.simulation.updated.tier == Tier.DEVICE.name
         # a higher stage updates less on a rank than stage 0, and as much as other higher ones
-        model = without_engine(found, with_update=stage > 0 and on_device)
-        seconds = SAME * self._seconds(known, largest, model)
-        key = kind.tensor, kind.checkpointing
+        with_update = stage > 0 and on_device
+        model = [without_engine(found, with_update=with_update) for found in known.plan.of_stages]
+        seconds = SAME * min(self._seconds(known, own, model) for own in fastest)
+        key = kind.sizes, kind.checkpointing
         self._model_s[key] = max(self._model_s.get(key, 0.0), seconds)
 
     def _run(self, candidate: Candidate) -> Plan:
@@ -318,18 +344,25 @@ class _Search:
         assert plan.time is not None  # a machine was given
         known.seconds[size] = plan.time.total_s
 
-    def _seconds(self, known: _Known, own: Candidate, found: Simulation | None = None) -> float:
-        """Seconds of a candidate's step. ``found``: the step that counts; None: that of its kind."""
-        grown = None if known.growth is None else known.growth.at(own.micro_batch)
-        chosen = known.plan.simulation if found is None else found
-        return step_seconds(chosen, self._machine, micro_batches=own.accumulation, grown=grown)
+    def _seconds(
+        self, known: _Known, own: Candidate, stages: Sequence[Simulation] | None = None
+    ) -> float:
+        """Seconds of a candidate's step. ``stages``: the step that counts; None: that of its kind."""
+        chosen = known.plan.of_stages if stages is None else stages
+        grown: list[Grown | None] = [None] * len(chosen)
+        if known.growths is not None:
+            grown = [growth.at(own.micro_batch) for growth in known.growths]
+        count = own.accumulation
+        if len(chosen) > 1:
+            return stage_seconds(chosen, self._machine, micro_batches=count, grown=grown)
+        return step_seconds(chosen[0], self._machine, micro_batches=count, grown=grown[0])
 
     def _least_s(self, kind: StrategyKind) -> tuple[float, float]:
         """What no candidate of the kind takes less than, and the same if memory were no limit.
 
         By what kinds take that it adds to or shares work with.
         """
-        model = ((kind.tensor, on) for on in (False, kind.checkpointing))
+        model = ((kind.sizes, on) for on in (False, kind.checkpointing))
         free_s = max(self._model_s.get(key, 0.0) for key in model)
         for parent in less_than(kind):
             if parent in self.left_out:
@@ -348,7 +381,7 @@ class _Search:
 
     def _fastest_s(self, kind: StrategyKind, parent: StrategyKind, known: _Known) -> float:
         """The least seconds of a kind, with micro-batches that fit with more offload."""
-        spared = offloadable_nbytes(known.plan.simulation, kind.strategy)
+        spared = max(offloadable_nbytes(own, kind.strategy) for own in known.plan.of_stages)
         limit_nbytes = limit_of_plan(known.plan) + spared
         for own in self.candidates(parent):
             size = own.micro_batch
@@ -361,12 +394,13 @@ class _Search:
         """What the update in host memory takes more than on the device; 0 if that is not known."""
         if kind.strategy.optimizer == parent.strategy.optimizer:
             return 0.0
-        found = known.plan.simulation
-        prices = Prices(Values(self._machine), found.mesh.world_size)
-        away = replace(found.updated, tier=Tier.HOST.name)
+        prices = Prices(Values(self._machine), known.plan.mesh.world_size)
+        here = [found.updated for found in known.plan.of_stages]
+        away = [replace(updated, tier=Tier.HOST.name) for updated in here]
         try:
-            here_s, there_s = prices.update_s(found.updated), prices.update_s(away)
-            return max(0.0, sum(prices.copies_s(away)) + there_s - here_s)
+            here_s = max(map(prices.update_s, here))
+            there_s = max(sum(prices.copies_s(own)) + prices.update_s(own) for own in away)
+            return max(0.0, there_s - here_s)
         except UsageError:
             return 0.0
 
@@ -416,6 +450,14 @@ class _Search:
                 return None if best_s == float("inf") else best
 
 
+def _fastest(ways: Sequence[Candidate]) -> Sequence[Candidate]:
+    """One of these is the fastest of a kind, if memory is no limit.
+
+    Larger micro-batches are faster, but a pipeline waits longer for fewer ones.
+    """
+    return ways if (ways[-1].sizes.pipeline or 1) > 1 else ways[-1:]
+
+
 def limit_of_plan(plan: Plan) -> int:
     """The limit of a plan in a search, which has one."""
     assert plan.limit_nbytes is not None
@@ -427,18 +469,17 @@ def search_by_time(
     base: Mapping[str, Any],
     machine: MachineFile,
     *,
-    samples: Mapping[int | None, int],
+    samples: Mapping[Sizes, int],
     can_checkpoint: bool,
 ) -> Fit:
     """The candidate with the smallest predicted time of a step among those that fit.
 
-    ``simulated`` gives a candidate's plan with its time. ``samples``: of one rank in a step, by number of
-    tensor ranks; None: as the configuration says.
+    ``simulated`` gives a candidate's plan with its time. ``samples``: of one rank in a step, by mesh.
 
     Raises:
         UsageError: the machine file lacks a number that every step needs.
     """
-    groups = [kinds_of(tensor, can_checkpoint=can_checkpoint) for tensor in samples]
+    groups = [kinds_of(sizes, can_checkpoint=can_checkpoint) for sizes in samples]
     kinds = [kind for group in groups for kind in group]
     search = _Search(simulated, machine, samples, kinds)
     for group in groups:
@@ -448,6 +489,7 @@ def search_by_time(
     judged = [
         _judged(search, kind, own, chosen) for kind in kinds for own in search.candidates(kind)
     ]
+    judged += refused_by_schedule(kinds, samples)
     after = None if chosen is None else search.after(chosen)
     larger = next((each for each in judged if each.candidate == after), None)
     return Fit(

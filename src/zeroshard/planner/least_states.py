@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
 from zeroshard.planner.candidates import Strategy
@@ -15,23 +17,29 @@ OFFLOADED = ("master", "optimizer", "gradients")
 
 
 def least_states_nbytes(
-    found: Simulation, found_stage: int, strategy: Strategy, tensor: int
+    stages: Sequence[Simulation], found_stage: int, strategy: Strategy, tensor: int, pipeline: int
 ) -> int:
     """Bytes of parameters, masters and optimizer state on the device with ``strategy``.
 
-    ``found``: a rank in ``found_stage``. ``tensor``: tensor ranks of the rank in question. More of them
-    divide each parameter at most by their number, and fewer leave it as large or larger. Gradients do not
+    ``stages``: a rank of each pipeline stage in ``found_stage``. ``tensor`` and ``pipeline``: of the rank
+    in question. More tensor ranks divide each parameter at most by their number, and fewer leave it as
+    large or larger. Of P pipeline stages one has a P-th of the parameters or more. What several stages
+    have may be tied weights, so from them nothing follows for other numbers of stages. Gradients do not
     count: without accumulation there may be none between steps.
     """
+    mesh = stages[0].mesh
+    if len(stages) not in (1, pipeline):
+        return 0
     before, after = STAGES[found_stage], STAGES[strategy.stage]
-    ranks = found.mesh.data_shard
-    now = max(1, ranks * found.mesh.tensor // tensor)
-    part = min(1.0, found.mesh.tensor / tensor)
+    ranks = mesh.data_shard
+    now = max(1, ranks * mesh.tensor * mesh.pipeline // (tensor * pipeline))
+    part = min(1.0, mesh.tensor / tensor) / pipeline
     nbytes = 0.0
     for category in ("parameters", "master", "optimizer"):
         away = strategy.params if category == "parameters" else strategy.optimizer
         if not away:
-            own = sum(row.measured for row in found.memory if row.category == category)
+            rows = [row for found in stages for row in found.memory if row.category == category]
+            own = sum(row.measured for row in rows)
             whole = own * (ranks if _is_sharded(before, category) else 1)
             nbytes += part * whole / (now if _is_sharded(after, category) else 1)
     return int(SURE * nbytes)

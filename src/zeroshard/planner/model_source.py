@@ -27,7 +27,8 @@ LENGTH = 1024
 class ModelSource:
     """How to make a model, one micro-batch (inputs, labels) and the loss. ``assumed``: in sentences.
 
-    ``own_batch``: the batch comes with the model, so its size cannot be chosen.
+    ``own_batch``: the batch comes with the model, so its size cannot be chosen. ``schedule``: of a
+    pipeline. ``cut_into``: the pipeline stages of a model that is cut already; 0: it is not.
     """
 
     name: str
@@ -36,6 +37,8 @@ class ModelSource:
     loss: Callable[[Any, Any], Tensor]
     assumed: tuple[str, ...] = ()
     own_batch: bool = False
+    schedule: str = "1F1B"
+    cut_into: int = 0
 
 
 def model_source(
@@ -59,6 +62,7 @@ def model_source(
     Raises:
         UsageError: there is none of that name, or it returns something else.
     """
+    cut = "1F1B", 0
     if ":" in name or name.endswith(".py"):
         build = _factory(name)
         with fake_tensors():
@@ -66,6 +70,8 @@ def model_source(
         batch = made[1] if isinstance(made, tuple) else None
         assumed: tuple[str, ...] = ()
         first = (lambda: _first(build())) if isinstance(made, tuple) else build
+        if isinstance(model := _first(made), PipelineModel):
+            cut = model.schedule, len(model.stages)
         if not isinstance(_first(made), nn.Module):
             raise UsageError(
                 f"{name} returned {type(made).__name__}. It must return a model, or a model and a batch."
@@ -92,7 +98,7 @@ def model_source(
         assumed += ("a model that is not cut already has equal numbers of blocks on each stage",)
     return ModelSource(
         name, _in_its_form(whole, sharded=sharded, stages=stages), pair, loss_of,
-        (*assumed, f"the model is built {how}"), own_batch,
+        (*assumed, f"the model is built {how}"), own_batch, *cut,
     )  # fmt: skip
 
 
@@ -120,22 +126,36 @@ def _in_its_form(
     build: Callable[[], nn.Module], *, sharded: bool, stages: int
 ) -> Callable[[], nn.Module]:
     if stages > 1:
-        return lambda: _cut(build(), stages)
+        return lambda: cut_evenly(build(), stages)
     return (lambda: _sharded(build)) if sharded else build
 
 
-def _cut(model: nn.Module, stages: int) -> nn.Module:
+def cut_evenly(model: nn.Module, stages: int) -> nn.Module:
+    """The model as a pipeline whose stages have equal numbers of blocks, unless it is one already.
+
+    Raises:
+        UsageError: it does not have one list of so many blocks.
+    """
     if isinstance(model, PipelineModel):
         return model
+    return pipeline(model, split=even_split(model, stages))
+
+
+def even_split(model: nn.Module, stages: int) -> list[str]:
+    """The first block of each stage but the first, if stages have equal numbers of blocks.
+
+    Raises:
+        UsageError: the model does not have one list of so many blocks.
+    """
     blocks = [name for name, _ in repeated_blocks(model)]
     lists = {name.rpartition(".")[0] for name in blocks}
     if len(blocks) < stages or len(lists) > 1:
         raise UsageError(
             f"{type(model).__name__} has {len(blocks)} blocks that repeat, in {len(lists)} lists, and "
-            f"the configuration asks for {stages} pipeline stages: a plan cuts one list. Give "
-            "module:function, which returns what zeroshard.parallel.pipeline() makes of the model."
+            f"{stages} pipeline stages are wanted: a plan cuts one list. Give module:function, which "
+            "returns what zeroshard.parallel.pipeline() makes of the model."
         )
-    return pipeline(model, split=[blocks[len(blocks) * s // stages] for s in range(1, stages)])
+    return [blocks[len(blocks) * s // stages] for s in range(1, stages)]
 
 
 def _sharded(build: Callable[[], nn.Module]) -> nn.Module:

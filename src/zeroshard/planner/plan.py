@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -28,10 +28,10 @@ from zeroshard.errors import UnsupportedError, UsageError, ZeroShardError
 from zeroshard.planner.allocations import Moment
 from zeroshard.planner.gpu_kernels import Target
 from zeroshard.planner.largest_batch import largest_batch
-from zeroshard.planner.model_source import model_source
+from zeroshard.planner.model_source import ModelSource, model_source
 from zeroshard.planner.places import LIBRARIES
 from zeroshard.planner.simulate import Simulation, highest, simulate
-from zeroshard.planner.step_time import StepTime, step_time
+from zeroshard.planner.step_time import StepTime, stage_times, step_time
 from zeroshard.planner.timeline import columns, timeline
 
 NOT_MODELLED = (
@@ -47,6 +47,11 @@ NOT_MODELLED = (
     "other ranks are as far as this one; a rank that waits for others may need some more windows",
 )
 """What a plan does not contain."""
+
+NOT_MODELLED_OF_STAGES = (
+    "with shared memory, the blocks that hold messages between pipeline stages until they are read",
+)
+"""What a plan of a pipeline does not contain besides."""
 
 NOT_MODELLED_OF: Mapping[Target, str] = {
     "cpu": "attention takes the form that torch chooses on the CPU, which keeps its scores if it has "
@@ -78,7 +83,8 @@ class Plan:
 
     ``own_batch``: the batch came with the model. ``stages``: one rank of each pipeline stage; none
     without a pipeline. ``simulation`` is of the one with the highest peak.
-    ``time``: the seconds of a step; None: no machine was given. ``target``: the kind of device whose
+    ``time``: the seconds of a step; None: no machine was given. ``stage_times``: of each of
+    ``stages``. ``target``: the kind of device whose
     operations were planned.
     ``one_more_nbytes``: the peak with one more sample in the micro-batch; None: not asked for.
     ``peak_phase`` and ``peak_nbytes``: the highest peak on the device, ``init`` included; on a serial
@@ -99,6 +105,8 @@ class Plan:
     time: StepTime | None = None
     target: Target = "cpu"
     stages: tuple[StageNeeds, ...] = ()
+    stage_times: tuple[StepTime, ...] = ()
+    of_stages: tuple[Simulation, ...] = ()
 
     @property
     def peaks(self) -> Mapping[str, int]:
@@ -154,12 +162,21 @@ class Plan:
             "phases": {name: _moment(moment) for name, moment in found.moments.items()},
             "timeline": columns(timeline(found.events)),
             "largest": [asdict(holding) for holding in found.largest],
-            "pipeline_stages": [asdict(stage) for stage in self.stages],
+            "pipeline_stages": self._stages_as_dicts(),
             "traffic": [asdict(row) for row in found.traffic],
             "checkpoint": None if found.checkpoint is None else asdict(found.checkpoint),
             "time": None if self.time is None else self.time.as_dict(),
             "assumed": list(self.assumed), "not_modelled": list(self.not_modelled),
         }  # fmt: skip
+
+    def _stages_as_dicts(self) -> list[dict[str, Any]]:
+        times = [
+            {"compute_s": each.timing.compute_s, "waits_s": each.timing.stages_s}
+            for each in self.stage_times
+        ]
+        return [
+            asdict(stage) | (times[at] if times else {}) for at, stage in enumerate(self.stages)
+        ]
 
     def unit_of(self, moment: Moment) -> str:
         """The unit in which a moment is; "" if it is in none."""
@@ -201,7 +218,8 @@ def make_plan(
     ``checkpointing``: call the model's ``gradient_checkpointing_enable()``. ``machine``: predict the time
     of a step on it, and compare the peak with its memory if ``memory_gib`` is not given. ``target``: see
     :func:`target_of`. ``with_events``: keep what the step does, for a trace. ``few``: simulate two
-    micro-batches of a step at most; later ones hold and take what the second does.
+    micro-batches of a step at most, and of a pipeline with the schedule 1F1B one more than it has
+    stages; later ones hold and take what the last of these does.
     All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all. Of
     a pipeline one rank of each stage is simulated. A model that is no pipeline is cut into stages with
     equal numbers of blocks.
@@ -209,8 +227,7 @@ def make_plan(
     Raises:
         ConfigError: the configuration has mistakes.
         UsageError: the model is not known, or an argument is impossible.
-        UnsupportedError: the model needs values, or an operation has no fake kernel, or a
-            machine is given for a pipeline.
+        UnsupportedError: the model needs values, or an operation has no fake kernel.
     """
     limit_nbytes = None if memory_gib is None else limit_of(memory_gib)
     kind = target_of(machine, target)
@@ -218,11 +235,6 @@ def make_plan(
     loaded = load_config(config, world_size=ranks, arguments=arguments)
     settings = loaded.config
     mesh = mesh_of(settings, ranks)
-    if mesh.pipeline > 1 and machine is not None:
-        raise UnsupportedError(
-            f"the mesh is {mesh.text}, and --machine predicts no step of a pipeline. Leave it out for "
-            "the memory and the traffic of each stage."
-        )
     size = settings.train_micro_batch_size_per_gpu
     assert size is not None  # computed where it is not given
     cuts = mesh.tensor > 1 and _cuts_by_itself(settings)
@@ -240,10 +252,11 @@ def make_plan(
     if kind == "cpu" and transport == "auto" and mesh.world_size > 1:
         transport = chosen["transport"] = "shm"
     count = settings.gradient_accumulation_steps or 1
-    few = few and count > 2 and mesh.pipeline == 1  # a stage holds more with more micro-batches
+    enough = _enough(source, mesh)
+    few = few and enough is not None and count > enough
     if few:
         chosen.pop("train_batch_size", None)
-        chosen["gradient_accumulation_steps"] = 2
+        chosen["gradient_accumulation_steps"] = enough
 
     def simulated(rank: int) -> Simulation:
         return simulate(
@@ -255,7 +268,10 @@ def make_plan(
     with explained(source.name):
         first = [_first_rank(mesh, stage) for stage in range(mesh.pipeline)]
         of_stages = [simulated(rank) for rank in first]
-    found = max(of_stages, key=_peak_of)
+    is_one_memory = machine is not None and machine.execution == "serial"
+    peaks = [_peak_of(each, together=is_one_memory) for each in of_stages]
+    highest_at = peaks.index(max(peaks))
+    found = of_stages[highest_at]
     one = "rank 0" if mesh.pipeline == 1 else "one rank of each pipeline stage"
     assumed = (*source.assumed, f"{one} stands for all {ranks} ranks: shards have equal sizes")
     most = max(found.together.values())
@@ -270,10 +286,13 @@ def make_plan(
             'hosts, "transport": "p2p"',
         )
     if few:
-        assumed += (f"2 of {count} micro-batches of a step were simulated: traffic is that of 2",)
+        assumed += (
+            f"{enough} of {count} micro-batches of a step were simulated: traffic is that of {enough}",
+        )
     if memory_gib is None and machine is not None and machine.device.memory_bytes is not None:
         limit_nbytes, said = device_memory(machine, found.communicators)
         assumed += (said,)
+    times = [] if machine is None else _times(of_stages, machine, settings, source.batch)
     return Plan(
         source.name,
         mesh,
@@ -282,12 +301,30 @@ def make_plan(
         limit_nbytes,
         found,
         assumed,
-        not_modelled=(*NOT_MODELLED, NOT_MODELLED_OF[kind]),
+        not_modelled=(
+            *NOT_MODELLED,
+            NOT_MODELLED_OF[kind],
+            *(NOT_MODELLED_OF_STAGES if mesh.pipeline > 1 and transport == "shm" else ()),
+        ),
         own_batch=source.own_batch,
         target=kind,
-        time=None if machine is None else _time(found, machine, settings, source.batch),
-        stages=tuple(map(_stage_needs, of_stages)) if mesh.pipeline > 1 else (),
+        time=times[highest_at] if times else None,
+        stages=tuple(map(_stage_needs, of_stages, peaks)) if mesh.pipeline > 1 else (),
+        stage_times=tuple(times) if mesh.pipeline > 1 else (),
+        of_stages=tuple(of_stages),
     )
+
+
+def _enough(source: ModelSource, mesh: Mesh) -> int | None:
+    """The micro-batches of a step after which each does and holds what the one before does.
+
+    None: not known. With the schedule 1F1B the first stage of P holds P of them, and then runs a forward
+    and a backward in turns.
+    """
+    if mesh.pipeline == 1:
+        return 2
+    is_simple = source.schedule == "1F1B" and source.cut_into in (0, mesh.pipeline)
+    return mesh.pipeline + 1 if is_simple else None
 
 
 def mesh_of(settings: Config, ranks: int) -> Mesh:
@@ -300,27 +337,33 @@ def _first_rank(mesh: Mesh, stage: int) -> int:
     return next(r for r in range(mesh.world_size) if mesh.coordinate(r)["pipeline"] == stage)
 
 
-def _peak_of(found: Simulation) -> int:
+def _peak_of(found: Simulation, *, together: bool = False) -> int:
+    """The most bytes on the device; ``together``: on device and host."""
+    if together:
+        return max(found.together.values())
     return max(moment.device_nbytes for moment in found.moments.values())
 
 
-def _stage_needs(found: Simulation) -> StageNeeds:
+def _stage_needs(found: Simulation, peak_nbytes: int) -> StageNeeds:
     rows = [row for row in found.memory if row.category not in TEMPORARY]
     states = sum(row.measured for row in rows if row.tier == "device")
     sent = sum(prod(each.shape) for each in found.messages if each.kind == "send")
-    return StageNeeds(
-        found.rank, found.params_numel, states, _peak_of(found), found.in_flight, sent
-    )
+    return StageNeeds(found.rank, found.params_numel, states, peak_nbytes, found.in_flight, sent)
 
 
-def _time(found: Simulation, machine: MachineFile, settings: Config, batch: Any) -> StepTime:
+def _times(
+    of_stages: Sequence[Simulation], machine: MachineFile, settings: Config, batch: Any
+) -> list[StepTime]:
+    """The time of a step, for each pipeline stage."""
     samples, size = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
     assert samples is not None  # computed where it is not given
     assert size is not None
     ids = batch[0].get("input_ids") if isinstance(batch[0], Mapping) else None
     tokens = 0 if ids is None else samples * (ids.numel() // len(ids))
     count = settings.gradient_accumulation_steps
-    return step_time(found, machine, samples=samples, tokens=tokens, micro_batches=count)
+    if len(of_stages) > 1:
+        return stage_times(of_stages, machine, samples=samples, tokens=tokens, micro_batches=count)
+    return [step_time(of_stages[0], machine, samples=samples, tokens=tokens, micro_batches=count)]
 
 
 def _cuts_by_itself(settings: Config) -> bool:

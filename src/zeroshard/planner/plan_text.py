@@ -14,7 +14,7 @@ from zeroshard.planner.candidates import Fit, Judged, StrategyKind
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulate import highest
-from zeroshard.planner.step_time import NOT_MODELLED, StepTime
+from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.timeline import blocks, timeline
 
 GIB = 2**30
@@ -53,6 +53,14 @@ def show_fit(fit: Fit, console: Console) -> None:
                 "gradient_checkpointing=True)\n",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
+        if fit.split:
+            console.print(
+                escape(
+                    "and in the program: model = zeroshard.parallel.pipeline(model, "
+                    f"split={list(fit.split)!r}), and engine.train_batch(...) for each step\n"
+                ),
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
     table = _best_of_kinds(fit)
     console.print(table)
     if fit.larger is not None:
@@ -62,9 +70,9 @@ def show_fit(fit: Fit, console: Console) -> None:
             f"({(larger.peak_nbytes or 0) / GIB:.2f} GiB)",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
-    for size, why in fit.refused.items():
+    for sizes, why in fit.refused.items():
         console.print(
-            escape(f"tensor {size} is not possible: {why}"), highlight=False, soft_wrap=True
+            escape(f"{sizes.text} is not possible: {why}"), highlight=False, soft_wrap=True
         )
     left_out = len(kinds_of(fit)) - table.row_count
     if left_out:
@@ -82,7 +90,7 @@ def show_fit(fit: Fit, console: Console) -> None:
 
 def _best_of_kinds(fit: Fit) -> Table:
     """One row for each stage, offload, mesh and checkpointing: of what fits the fastest."""
-    axes = list(dict.fromkeys(axis for each in fit.judged for axis in each.candidate.axes))
+    axes = list(dict.fromkeys(axis for each in fit.judged for axis in each.candidate.sizes.by_axis))
     table = Table(
         "configuration", *axes, "checkpointing", "micro-batch", "peak GiB", "step", "",
         title="the best of each kind",
@@ -93,7 +101,7 @@ def _best_of_kinds(fit: Fit) -> Table:
             continue
         peak, seconds = best.peak_nbytes, best.seconds
         table.add_row(
-            kind.strategy.text, *(str(best.candidate.axes[axis]) for axis in axes),
+            kind.strategy.text, *(str(best.candidate.sizes.by_axis[axis]) for axis in axes),
             _yes(kind.checkpointing), str(best.candidate.micro_batch),
             f"{peak / GIB:.2f}", "" if seconds is None else _s(seconds),
             escape(best.why),
@@ -109,9 +117,11 @@ def kinds_of(fit: Fit) -> dict[StrategyKind, list[Judged]]:
     return kinds
 
 
-def _rank(row: Judged) -> tuple[bool, bool, float]:
+def _rank(row: Judged) -> tuple[bool, bool, bool, float]:
     fails = row.why.startswith("does not fit")
-    return row.why != "chosen", fails, (row.peak_nbytes or 0) if fails else row.seconds or 0.0
+    unknown = row.peak_nbytes is None
+    value = (row.peak_nbytes or 0) if fails else row.seconds or 0.0
+    return row.why != "chosen", unknown, fails, value
 
 
 def _yes(on: bool) -> str:
@@ -172,7 +182,7 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
     if plan.time is None:
         yield "  - the time of a step: no --machine was given"
     else:
-        yield from (f"  - of the time: {line}" for line in NOT_MODELLED)
+        yield from (f"  - of the time: {line}" for line in plan.time.not_modelled)
 
 
 def checkpoint_line(needs: CheckpointNeeds) -> str:
@@ -189,6 +199,8 @@ def time_lines(time: StepTime) -> Iterator[str]:
     """The time of a step, in sentences."""
     total, half, parts = time.total_s, time.band * time.total_s, time.timing
     clock = "of the CPU" if time.serial else "of the clock"
+    if time.serial and time.stages > 1:
+        clock = "of the clock, with a core for each rank"
     yield (
         f"step on {time.machine}: {_s(total)} {clock} ({_s(total - half)} to {_s(total + half)}); "
         f"{time.samples / total:,.1f} samples/s"
@@ -203,6 +215,11 @@ def time_lines(time: StepTime) -> Iterator[str]:
     )
     for stream, seconds in parts.busy_s.items():
         yield f"  {stream}: {_s(seconds)}, exposed {_s(parts.exposed_s.get(stream, 0.0))}"
+    if time.stages > 1:
+        yield (
+            f"  waits for other pipeline stages: {_s(parts.stages_s)}, {parts.stages_s / total:.1%} of "
+            "the step"
+        )
     yield (
         f"  The band is {time.band:.0%} of the total: "
         + ("all numbers were measured." if not time.not_measured else "not measured were "
@@ -216,19 +233,16 @@ def _s(seconds: float) -> str:
 
 def _stages(plan: Plan) -> Table:
     names = (
-        "stage",
-        "rank",
-        "parameters",
-        "states, MiB",
-        "peak, MiB",
-        "in flight",
-        "elements sent",
-    )
+        "stage", "rank", "parameters", "states, MiB", "peak, MiB", "in flight", "elements sent",
+        *(("computes", "waits") if plan.stage_times else ()),
+    )  # fmt: skip
     table = Table(*names, title="pipeline stages; what follows is of the one with the highest peak")
     for at, each in enumerate(plan.stages):
+        timings = [time.timing for time in plan.stage_times[at : at + 1]]
         table.add_row(
             *(str(at), str(each.rank), f"{each.parameters:,}", _mib(each.states_nbytes)),
             *(_mib(each.peak_nbytes), str(each.in_flight), f"{each.sent_numel:,}"),
+            *(cell for own in timings for cell in (_s(own.compute_s), _s(own.stages_s))),
         )
     return table
 

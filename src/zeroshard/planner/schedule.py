@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,10 @@ class StreamWait:
 Event: TypeAlias = Compute | Stretch | Start | StreamWait
 
 
-def stretched(events: Iterable[Event]) -> Iterator[Event]:
+E = TypeVar("E")
+
+
+def stretched(events: Iterable[E]) -> Iterator[E | Stretch]:
     """The same events with all work between two others as one: equal times, fewer spans."""
     seconds = host_s = late_s = 0.0
     for event in events:
@@ -71,11 +74,12 @@ def stretched(events: Iterable[Event]) -> Iterator[Event]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one step. ``total_s`` is the sum of compute, exposed and host.
+    """Seconds of one step. ``total_s`` is the sum of compute, exposed, host and stages.
 
     ``busy_s``: of each stream besides compute. ``exposed_s``: of these, how long the compute stream
     waited. ``host_s``: how long it had nothing to do because the host had not started it yet; on one
-    processor, what the host did.
+    processor, what the host did. ``stages_s``: how long it waited until ranks of other pipeline stages
+    had come as far.
     """
 
     total_s: float
@@ -83,6 +87,7 @@ class Timing:
     busy_s: Mapping[str, float]
     exposed_s: Mapping[str, float]
     host_s: float
+    stages_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

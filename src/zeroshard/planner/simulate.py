@@ -175,6 +175,7 @@ def simulate(
             arriving = stage_inputs(model, inputs, policy_from(loaded.config))
             del model
             gc.collect()  # cut layers are in cycles
+            watch.forget_peaks()  # a run gets the shapes in messages
             model = build()
         with contextlib.closing(Engine(model, config=config, mesh=mesh, plan=plan)) as engine:
             watch.buffers_nbytes = _buffers_of(engine)
@@ -259,7 +260,9 @@ def _last_step(
             before = _swapped(engine)
             log.begin_memory(watch)
             if with_events:
-                log.begin([c for c in engine._watch.comms if isinstance(c, RecordedComm)], watch)
+                links, comms = engine._watch.pipeline, engine._watch.comms
+                messages = None if links is None else links.messages
+                log.begin([c for c in comms if isinstance(c, RecordedComm)], watch, messages)
         step()
     return _result(engine, model, watch, log, before)
 
@@ -290,9 +293,10 @@ def _stepper(
     """A function that takes one optimizer step and says which phase runs."""
     count = engine.accumulation.steps
     if isinstance(model, PipelineModel):
+        _tell_phases(engine, watch, log)
 
         def whole() -> None:
-            watch.phase = "train_batch"
+            watch.phase = "forward"
             named = labels is None and isinstance(inputs, Mapping)
             engine.train_batch(iter([inputs if named else (inputs, labels)] * count))
 
@@ -316,6 +320,36 @@ def _stepper(
             engine.step()
 
     return step
+
+
+def _tell_phases(engine: Engine, watch: Allocations, log: StepLog) -> None:
+    """Let train_batch() say which phase runs. What is between two of them is of the first."""
+
+    def told(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            watch.phase = phase
+            if phase == "forward":
+                log.begin_micro_batch()
+            return call(*args, **kwargs)
+
+        return run
+
+    runner = engine._pipeline
+    if runner is None:
+        for phase in ("forward", "backward", "step"):
+            vars(engine)[phase] = told(phase, getattr(engine, phase))
+        return
+    for stage in runner.stages:
+        stage._run = told("forward", stage._run)
+        stage._run_backward = told("backward", stage._run_backward)
+    schedule = runner.train
+
+    def train(*args: Any) -> Tensor:
+        loss = schedule(*args)
+        watch.phase = "step"
+        return loss
+
+    vars(runner)["train"] = train
 
 
 def _expect(engine: Engine, arriving: Mapping[int, Sequence[Boundary]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from zeroshard.comm.collectives import RecordedComm
 from zeroshard.comm.recorder import Entry, Recorder
 from zeroshard.comm.simulation import CallLog
+from zeroshard.comm.stage_messages import StageMessages
 from zeroshard.planner.allocations import Allocations, Held
 from zeroshard.planner.work import Work, work_of
 
@@ -27,6 +28,7 @@ class Begun:
     """A collective that starts. ``key``: the same for its :class:`Ended`, and in every step.
 
     ``op``: "all_gather", "reduce_scatter"... ``nbytes``: of the whole tensor. ``ranks``: of the group.
+    Of a message between pipeline stages ``op`` is :data:`MESSAGE`, and ``ranks`` sender and receiver.
     """
 
     key: str
@@ -41,6 +43,9 @@ class Ended:
 
     key: str
 
+
+MESSAGE = "message"
+"""The operation of a message between pipeline stages."""
 
 StepEvent: TypeAlias = Operation | Begun | Ended | Held
 
@@ -64,11 +69,22 @@ class StepLog:
         """Log what the device holds from now on."""
         watch.looked = self.events.append
 
-    def begin(self, comms: Sequence[RecordedComm], watch: Allocations) -> None:
-        """Log operations from now on, with what these communicators do. ``watch`` knows the phase."""
-        self._ranks = {id(comm.recorder): comm.ranks for comm in comms}
-        for comm in comms:
-            comm.recorder.listener = self
+    def begin(
+        self,
+        comms: Sequence[RecordedComm],
+        watch: Allocations,
+        messages: StageMessages | None = None,
+    ) -> None:
+        """Log operations from now on, with what these communicators do. ``watch`` knows the phase.
+
+        ``messages``: between pipeline stages.
+        """
+        listened = [(comm.recorder, comm.ranks) for comm in comms]
+        if messages is not None:
+            listened += [(made, tuple(channel)) for channel, made in messages.recorders.items()]
+        self._ranks = {id(recorder): tuple(ranks) for recorder, ranks in listened}
+        for recorder, _ in listened:
+            recorder.listener = self
         self._watch = watch
 
     def begin_micro_batch(self) -> None:

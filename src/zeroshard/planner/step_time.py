@@ -9,12 +9,21 @@ A collective takes the latency, and the bytes that a rank sends at the rate of i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from zeroshard.config.machine_file import MachineFile, Source, Values, rate_at
 from zeroshard.core.tiers import Tier
+from zeroshard.planner.pipeline_schedule import (
+    MESSAGES,
+    Arrival,
+    JointStart,
+    Send,
+    StageStep,
+    pipeline_timing,
+)
 from zeroshard.planner.schedule import (
     BusySpan,
     Compute,
@@ -26,7 +35,7 @@ from zeroshard.planner.schedule import (
     timing,
 )
 from zeroshard.planner.simulate import Simulation
-from zeroshard.planner.step_log import Begun, Ended, Operation, StepEvent
+from zeroshard.planner.step_log import MESSAGE, Begun, Ended, Operation, StepEvent
 from zeroshard.planner.updated import Updated
 from zeroshard.planner.work import Work
 
@@ -43,10 +52,19 @@ NOT_MODELLED = (
 )
 """What a step time does not contain."""
 
+NOT_MODELLED_OF_STAGES = (
+    "of a pipeline: a message begins when it is sent, also if its receiver has not asked for it; on a "
+    "device the host waits for the shapes of the first message of a step",
+    "other ranks of a pipeline stage take as long as the one that was simulated",
+)
+"""What the time of a pipeline does not contain besides."""
+
 _CURVES = {"reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
 """The rate that a collective takes; all others take that of "all_gather"."""
 
-_STREAMS = {"reduce_scatter": "reduce-scatter", "all_reduce": "reduce-scatter"}
+_STREAMS = {
+    "reduce_scatter": "reduce-scatter", "all_reduce": "reduce-scatter", MESSAGE: MESSAGES,
+}  # fmt: skip
 """The stream of a collective; all others are on "all-gather"."""
 
 
@@ -58,6 +76,8 @@ class StepTime:
     part of compute or of "host update". ``samples`` and ``tokens``: of all ranks in a step; 0 tokens: not
     known. ``sources``: of the numbers that were used. ``spans``: of each event of the simulation that
     takes time when it runs, in order; the event of an update that is not on the device is None.
+    ``stages``: of the pipeline. The time is then of the clock, also on one processor: ranks wait for
+    messages.
     """
 
     machine: str
@@ -69,6 +89,7 @@ class StepTime:
     tokens: int
     sources: Mapping[str, Source]
     spans: Sequence[tuple[StepEvent | None, BusySpan]] = ()
+    stages: int = 1
 
     @property
     def total_s(self) -> float:
@@ -85,6 +106,11 @@ class StepTime:
         """The numbers that were used and not measured, with their sources."""
         return [f"{key} ({s})" for key, s in sorted(self.sources.items()) if s != "measured"]
 
+    @property
+    def not_modelled(self) -> tuple[str, ...]:
+        """What it does not contain."""
+        return NOT_MODELLED + (NOT_MODELLED_OF_STAGES if self.stages > 1 else ())
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         total, half = self.total_s, self.band * self.total_s
@@ -95,7 +121,7 @@ class StepTime:
             "update_s": self.update_s, "band_s": [total - half, total + half],
             "kinds_s": dict(self.kinds), "samples_per_s": self.samples / total,
             "tokens_per_s": self.tokens / total if self.tokens else None,
-            "sources": dict(self.sources), "not_modelled": list(NOT_MODELLED),
+            "sources": dict(self.sources), "not_modelled": list(self.not_modelled),
         }  # fmt: skip
 
 
@@ -134,6 +160,93 @@ def step_time(
     )  # fmt: skip
 
 
+def stage_times(
+    stages: Sequence[Simulation],
+    machine: MachineFile,
+    *,
+    samples: int,
+    tokens: int,
+    micro_batches: int | None = None,
+) -> list[StepTime]:
+    """The seconds of a step of a pipeline, for one rank of each stage, simulated with its events.
+
+    All have the same total: a step ends when that of the last stage does. ``micro_batches``: of the
+    step; None: as many as were simulated. Another number is on a line: a step with one more is timed,
+    and the difference added or taken away. It needs the schedule 1F1B (:func:`_with_one_more`).
+
+    Raises:
+        UsageError: the machine file lacks a number that the step needs.
+    """
+    values = Values(machine)
+    prices = [Prices(values, found.mesh.world_size) for found in stages]
+    every = _priced_stages(stages, prices)
+    serial = machine.execution == "serial"
+    timed = pipeline_timing([[each for _, each in pairs] for pairs in every], serial=serial)
+    taken = [own for own, _ in timed]
+    kinds = [price.kinds_s for price in prices]
+    added = 0 if micro_batches is None else micro_batches - _forwards(stages)
+    if added:
+        more = [Prices(values, found.mesh.world_size) for found in stages]
+        longer = _priced_stages(list(map(_with_one_more, stages)), more)
+        later = pipeline_timing([[e for _, e in pairs] for pairs in longer], serial=serial)
+        taken = [extended(own, after, added) for own, (after, _) in zip(taken, later, strict=True)]
+        kinds = [_on(own, price.kinds_s, added) for own, price in zip(kinds, more, strict=True)]
+    return [
+        StepTime(
+            machine.name, serial, own, price.update_s(found.updated), of_kinds, samples, tokens,
+            values.used, [(event, span) for (event, _), span in zip(pairs, spans, strict=True)],
+            len(stages),
+        )
+        for found, price, own, of_kinds, pairs, (_, spans) in zip(
+            stages, prices, taken, kinds, every, timed, strict=True
+        )
+    ]  # fmt: skip
+
+
+def stage_seconds(
+    stages: Sequence[Simulation],
+    machine: MachineFile,
+    *,
+    micro_batches: int,
+    grown: Sequence[Grown | None],
+) -> float:
+    """``stage_times(...)[0].total_s``, for a search that asks often. ``grown``: of each stage.
+
+    Raises:
+        UsageError: the machine file lacks a number that the step needs.
+    """
+    values = Values(machine)
+    prices = [
+        Prices(values, found.mesh.world_size, own) for found, own in zip(stages, grown, strict=True)
+    ]
+
+    def total_s(chosen: Sequence[Simulation]) -> float:
+        every = _priced_stages(chosen, prices)
+        events = [list(stretched(each for _, each in pairs)) for pairs in every]
+        return pipeline_timing(events, serial=machine.execution == "serial")[0][0].total_s
+
+    once_s, added = total_s(stages), micro_batches - _forwards(stages)
+    if not added:
+        return once_s
+    return once_s + added * (total_s(list(map(_with_one_more, stages))) - once_s)
+
+
+def _forwards(stages: Sequence[Simulation]) -> int:
+    """Forwards of a pipeline stage that were simulated, one for each micro-batch."""
+    return len(stages[0].starts)
+
+
+def _with_one_more(found: Simulation) -> Simulation:
+    """A step of 1F1B with one more micro-batch: what is between two forwards of the steady part again.
+
+    This is one forward and one backward on every rank, with as many messages.
+    """
+    at = found.mesh.pipeline - 1 - found.mesh.coordinate(found.rank)["pipeline"]
+    begin, end = found.starts[at : at + 2]
+    events = found.events
+    return replace(found, events=(*events[:end], *events[begin:]))
+
+
 def step_seconds(
     found: Simulation,
     machine: MachineFile,
@@ -170,6 +283,7 @@ def extended(before: Timing, after: Timing, times: int) -> Timing:
         _on(before.busy_s, after.busy_s, times),
         _on(before.exposed_s, after.exposed_s, times),
         before.host_s + times * (after.host_s - before.host_s),
+        before.stages_s + times * (after.stages_s - before.stages_s),
     )
 
 
@@ -238,8 +352,10 @@ class Prices:
         return seconds
 
     def begun_s(self, begun: Begun) -> float:
-        """Of a collective that was logged."""
+        """Of a collective or message that was logged."""
         nbytes = begun.nbytes if self._grown is None else self._grown.nbytes(begun)
+        if begun.op == MESSAGE:
+            return self.message_s(nbytes, begun.ranks)
         return self.collective_s(begun.op, nbytes, begun.ranks)
 
     def memory_s(self, nbytes: float) -> float:
@@ -254,6 +370,15 @@ class Prices:
         points = self.values.points(f"{link}.{_CURVES.get(op, 'all_gather')}")
         sent = nbytes * sent_part(op, len(ranks))
         return self.values.number(f"{link}.alpha_s") + sent / rate_at(points, nbytes)
+
+    def message_s(self, nbytes: int, ranks: Sequence[int]) -> float:
+        """Of a message from one rank to another one; on one processor, what each of the two does.
+
+        In an all-gather of two ranks each sends one part and receives another one, so the whole is twice
+        as large as a message, and a processor does the work of both ends.
+        """
+        seconds = self.collective_s("all_gather", 2 * nbytes, ranks)
+        return seconds / 2 if self._is_serial else seconds
 
     def _is_inside(self, ranks: Sequence[int]) -> bool:
         size = round(self.values.number("devices_per_node"))
@@ -321,6 +446,53 @@ def _priced(
             yield event, Start(event.key, stream, seconds, operation_s)
         elif isinstance(event, Ended):
             yield event, StreamWait(event.key)
+
+
+_NUMBER = re.compile(r"micro-batch \d+")
+
+
+def _priced_stages(
+    stages: Sequence[Simulation], prices: Sequence[Prices]
+) -> list[list[tuple[StepEvent | None, StageStep]]]:
+    """The events of one rank of each pipeline stage with their seconds."""
+    shown = frozenset(found.rank for found in stages)
+    return [
+        list(_priced_stage(found, price, shown))
+        for found, price in zip(stages, prices, strict=True)
+    ]
+
+
+def _priced_stage(
+    found: Simulation, price: Prices, shown: frozenset[int]
+) -> Iterator[tuple[StepEvent | None, StageStep]]:
+    """The events of one rank of a pipeline. ``shown``: the ranks that are looked at, one per stage.
+
+    Messages of one kind between two stages arrive in the order in which they are sent.
+    """
+    messages: dict[str, tuple[bool, float]] = {}  # whether this rank receives it, and its seconds
+    for event, priced in _priced(found.events, found.updated, price):
+        if isinstance(event, Begun) and event.op == MESSAGE:
+            assert isinstance(priced, Start)
+            receives = event.ranks[1] == found.rank
+            messages[event.key] = receives, priced.seconds
+            if receives:
+                yield event, Compute(0.0, priced.host_s)
+            else:
+                key = _NUMBER.sub("", event.key)
+                yield event, Send(key, priced.seconds, priced.host_s)
+        elif isinstance(event, Begun) and len(shown.intersection(event.ranks)) > 1:
+            assert isinstance(priced, Start)
+            members = len(shown.intersection(event.ranks))
+            yield (
+                event,
+                JointStart(event.key, priced.stream, priced.seconds, members, priced.host_s),
+            )
+        elif isinstance(event, Ended) and event.key in messages:
+            receives, seconds = messages[event.key]
+            key = _NUMBER.sub("", event.key)
+            yield event, Arrival(key, seconds) if receives else StreamWait(key)
+        else:
+            yield event, priced
 
 
 def stream_of(op: str) -> str:

@@ -7,7 +7,7 @@ takes one tick of a logical clock (1 microsecond): only the order has a meaning.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from zeroshard.core.tiers import Tier
 from zeroshard.planner.allocations import Held
@@ -29,34 +29,49 @@ class _Shown(NamedTuple):
 def trace(plan: Plan) -> dict[str, Any]:
     """The trace as a JSON object. The plan must have been made with its events.
 
-    On the compute stream a slice of each phase has the operations in it. ``otherData`` has the numbers
-    of the plan that the slices add up to.
+    On the compute stream a slice of each phase has the operations in it. With a time, each pipeline
+    stage is a process; the memory is that of the rank of the plan. ``otherData`` has the numbers of the
+    plan that the slices add up to.
     """
-    timed = plan.time is not None
-    shown, held = _timed(plan) if timed else _logical(plan.simulation.events)
-    streams = list(dict.fromkeys([COMPUTE, *(each.span.stream for each in shown)]))
-    ids = {stream: at + 1 for at, stream in enumerate(streams)}
-    events: list[dict[str, Any]] = [
-        _metadata("process_name", 0, f"rank {plan.simulation.rank} of {plan.model}"),
-        *(_metadata("thread_name", number, stream) for stream, number in ids.items()),
-        *(_slice(name, COMPUTE, ids, begin, end) for name, begin, end in _phases(shown)),
-        *(
-            _slice(each.name, each.span.stream, ids, each.span.begin_s, each.span.end_s, each.args)
-            for each in shown
-        ),
-        *(_counter(at, each) for at, each in held),
-    ]
+    own = plan.simulation.rank
+    events: list[dict[str, Any]] = []
+    if plan.time is None:
+        shown, held = _logical(plan.simulation.events)
+        events += _process(0, f"rank {own} of {plan.model}", shown)
+    else:
+        held = _held(plan.simulation.events, plan.time.spans)
+        times = plan.stage_times or (plan.time,)
+        ranks = [stage.rank for stage in plan.stages] or [own]
+        for rank, time in zip(ranks, times, strict=True):
+            pid = rank if plan.stages else 0
+            events += _process(pid, f"rank {rank} of {plan.model}", list(_timed(time.spans)))
+    pid = own if plan.time is not None and plan.stages else 0
+    events += [_counter(pid, at, each) for at, each in held]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "otherData": {
             "clock": "seconds"
-            if timed
+            if plan.time is not None
             else "one tick for each event: only the order has a meaning",
             "peak_nbytes": plan.simulation.peak_nbytes,
             "time": None if plan.time is None else plan.time.as_dict(),
         },
     }
+
+
+def _process(pid: int, name: str, shown: Sequence[_Shown]) -> Iterator[dict[str, Any]]:
+    """The streams of one rank, and what is on them."""
+    streams = list(dict.fromkeys([COMPUTE, *(each.span.stream for each in shown)]))
+    ids = {stream: at + 1 for at, stream in enumerate(streams)}
+    yield _metadata(pid, "process_name", 0, name)
+    for stream, number in ids.items():
+        yield _metadata(pid, "thread_name", number, stream)
+    for phase, begin, end in _phases(shown):
+        yield _slice(pid, phase, COMPUTE, ids, begin, end)
+    for each in shown:
+        span = each.span
+        yield _slice(pid, each.name, span.stream, ids, span.begin_s, span.end_s, each.args)
 
 
 _TICK_S = 1e-6
@@ -79,24 +94,29 @@ def _logical(events: Sequence[StepEvent]) -> tuple[list[_Shown], list[tuple[floa
     return shown, held
 
 
-def _timed(plan: Plan) -> tuple[list[_Shown], list[tuple[float, Held]]]:
+Spans: TypeAlias = Sequence[tuple[StepEvent | None, BusySpan]]
+
+
+def _timed(spans: Spans) -> Iterator[_Shown]:
     """Events at their seconds; those without any, such as views, are left out."""
-    assert plan.time is not None
-    spans = {id(event): span for event, span in plan.time.spans if event is not None}
-    shown: list[_Shown] = []
     phase = "forward"
-    for event, span in plan.time.spans:
+    for event, span in spans:
         phase = event.phase if isinstance(event, Operation) else phase
         if span.end_s > span.begin_s:
-            shown.append(_shown(event, "step" if event is None else phase, span))
+            yield _shown(event, "step" if event is None else phase, span)
+
+
+def _held(events: Sequence[StepEvent], spans: Spans) -> list[tuple[float, Held]]:
+    """What the device holds, at the seconds of the operation before."""
+    places = {id(event): span for event, span in spans if event is not None}
     held: list[tuple[float, Held]] = []
     now = 0.0
-    for each in plan.simulation.events:
+    for each in events:
         if isinstance(each, Held):
             held.append((now, each))
-        elif isinstance(each, Operation) and (at := spans.get(id(each))) is not None:
+        elif isinstance(each, Operation) and (at := places.get(id(each))) is not None:
             now = at.begin_s
-    return shown, held
+    return held
 
 
 def _shown(event: StepEvent | None, phase: str, span: BusySpan) -> _Shown:
@@ -126,11 +146,12 @@ def _phases(shown: Sequence[_Shown]) -> Iterator[tuple[str, float, float]]:
         yield name, begin, end
 
 
-def _metadata(name: str, thread: int, text: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": 0, "tid": thread, "name": name, "args": {"name": text}}
+def _metadata(pid: int, name: str, thread: int, text: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": thread, "name": name, "args": {"name": text}}
 
 
 def _slice(
+    pid: int,
     name: str,
     stream: str,
     ids: dict[str, int],
@@ -139,15 +160,15 @@ def _slice(
     args: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     return {
-        "ph": "X", "pid": 0, "tid": ids[stream], "name": name, "cat": stream, "ts": 1e6 * begin_s,
+        "ph": "X", "pid": pid, "tid": ids[stream], "name": name, "cat": stream, "ts": 1e6 * begin_s,
         "dur": 1e6 * (end_s - begin_s), "args": args or {},
     }  # fmt: skip
 
 
-def _counter(at_s: float, held: Held) -> dict[str, Any]:
+def _counter(pid: int, at_s: float, held: Held) -> dict[str, Any]:
     """Bytes on the device: their areas in the trace add up to all."""
     device = {c: n for (c, tier), n in held.held.items() if tier == Tier.DEVICE.name}
     return {
-        "ph": "C", "pid": 0, "tid": 0, "name": "device memory, bytes", "ts": 1e6 * at_s,
+        "ph": "C", "pid": pid, "tid": 0, "name": "device memory, bytes", "ts": 1e6 * at_s,
         "args": {**device, "others": held.activations_nbytes},
     }  # fmt: skip

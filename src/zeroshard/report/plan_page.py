@@ -65,6 +65,11 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             (
                 f"rank {stage['rank']}: {stage['parameters']:,} parameters, peak "
                 f"{_size(stage['peak_nbytes'])}, {stage['in_flight']} micro-batches in flight"
+                + (
+                    f"; computes {_s(stage['compute_s'])} of a step, waits {_s(stage['waits_s'])}"
+                    if "waits_s" in stage
+                    else ""
+                )
             ),
         )
     if (needs := plan["checkpoint"]) is not None:
