@@ -381,6 +381,14 @@ def test_every_stage_of_a_pipeline_is_planned(run, tmp_path):
     waits = time["otherData"]["time"]["stages_s"]
     assert 0 < waits < time["otherData"]["time"]["total_s"]
     assert "waits for other pipeline stages: " in text.stdout
+    searched = run(
+        "tiny", "--seq", "16", "--memory", "1", "--fit", "speed", "--fit-axes", "pipeline=2", **keys
+    )
+    assert (
+        "x accumulation 2\n" in searched.stdout
+    )  # 32 samples, and no fewer than two micro-batches
+    assert '"pipeline": 2' in searched.stdout
+    assert "pipeline(model, split=['model.layers.2'])" in searched.stdout
 
 
 def test_a_configuration_that_fits_is_found_and_does_fit(run, tmp_path):
