@@ -429,7 +429,7 @@ def _row(case: Case) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ processes
 
-_M_MMAP_THRESHOLD = -3  # from malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 LOOK_FROM_NBYTES, PAGE_NBYTES = 512 << 10, 4096
 
 
@@ -437,6 +437,7 @@ def return_all_blocks() -> None:
     """Let the C library return freed blocks from 64 KiB on to the system, else the process has them."""
     libc = ctypes.CDLL("libc.so.6")
     libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
+    libc.mallopt(_M_TRIM_THRESHOLD, 128 << 10)
     libc.malloc_trim(0)
 
 
@@ -476,7 +477,7 @@ def _train(case: Case, folder: str, steps: int, looks: Looks | None) -> None:
     model = build(case)()
     batch, _ = _batch(case.size)
     engine, *_ = zeroshard.initialize(model=model, config=settings(case, folder))
-    return_all_blocks()  # an engine with state on disk sets a higher limit
+    return_all_blocks()  # an engine sets higher limits
     for last in reversed(range(steps)):
         return_all_blocks()  # holes that the construction and earlier steps left in the heap
         with looks if looks is not None and not last else contextlib.nullcontext():

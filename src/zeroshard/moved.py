@@ -353,11 +353,12 @@ CLASSES = {  # module of today: old name -> new name, or "module:name" where tha
     "zero.access": {"Training": "UnitOptimState"},
     "zero.clip": {
         "CHUNK_NUMEL": "optim.fused_update:PIECE_NUMEL",
-        "norm_of": "zero.optimizer_shard:norm_of",
+        "norm_of": "optim.fragment_norms:norm_of",
     },
     "zero.gradients": {"GradRest": "offload.grad_store:GradStore"},
     "zero.materialize": {"Dealer": "ParamScatterer"},
     "zero.optimizer_shard": {
+        "norm_of": "optim.fragment_norms:norm_of",
         "Chunk": "OptimizerChunk",
         "Tile": "OptimizerShard",
         "make_tile": "make_optimizer_shard",

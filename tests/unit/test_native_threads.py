@@ -16,7 +16,7 @@ import torch
 
 from zeroshard.optim import native_adam, native_build
 
-SOURCE = Path(native_adam.__file__).with_name("adam.cpp")
+SOURCE = Path(native_adam.__file__).with_name("host_update.cpp")
 GROUPS = [
     {
         "lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "maximize": False,
@@ -55,8 +55,8 @@ def changed_library(folder, right, wrong):
     """Another library, with a separate thread pool."""
     text = SOURCE.read_text()
     assert right in text
-    (folder / "adam.cpp").write_text(text.replace(right, wrong))
-    return native_adam.CompiledAdam(native_build.load(folder / "adam.cpp"))
+    (folder / "host_update.cpp").write_text(text.replace(right, wrong))
+    return native_adam.CompiledAdam(native_build.load(folder / "host_update.cpp"))
 
 
 def stepped(library, sizes, *, steps=2, scale=1.0, grad_dtype=torch.bfloat16, **how):
@@ -155,7 +155,7 @@ def test_helpers_take_part(library):
 
 def test_there_are_only_as_many_helpers_as_were_asked_for_and_no_signal_reaches_them(tmp_path):
     before = set(helpers())
-    library = changed_library(tmp_path, "// Adam and AdamW", "// Another Adam and AdamW")
+    library = changed_library(tmp_path, "// The update of a shard", "// Another update of a shard")
     stepped(library, [6400], threads=1, piece_numel=64)
     assert set(helpers()) <= before, "one thread needs no helper"
     for threads, most in ((2, 1), (4, 3), (3, 3)):
@@ -278,7 +278,7 @@ def test_the_interpreter_ends_well_whatever_the_threads_do(way):
         import threading, time, torch
         from pathlib import Path
         from zeroshard.optim import native_adam as adam, native_build as build
-        library = adam.CompiledAdam(build.load(Path(adam.__file__).with_name("adam.cpp")))
+        library = adam.CompiledAdam(build.load(Path(adam.__file__).with_name("host_update.cpp")))
         flat = [torch.zeros(6400) for _ in range(3)]
         spans = adam.Spans([adam.FusedFragment(0, 0, *flat, torch.ones(()), None)])
         grad = torch.ones(6400)

@@ -11,6 +11,7 @@ from torch import nn
 
 from zeroshard import Engine
 from zeroshard.optim import fused_update, native_adam, native_build
+from zeroshard.optim.fragment_norms import CompiledNorms, norms_of
 from zeroshard.optim.optimizers import Lion
 from zeroshard.zero import optimizer
 
@@ -186,12 +187,51 @@ def test_a_caller_can_say_how_many_threads_the_update_may_use(monkeypatch, libra
     ],
 )
 def test_a_library_with_other_bits_is_refused(tmp_path, right, wrong):
-    source = str(Path(native_adam.__file__).with_name("adam.cpp"))
+    source = str(Path(native_adam.__file__).with_name("host_update.cpp"))
     text = open(source).read()
     assert right in text
-    other = tmp_path / "adam.cpp"
+    other = tmp_path / "host_update.cpp"
     other.write_text(text.replace(right, wrong))
     assert not native_adam.agrees_with_torch(native_adam.CompiledAdam(native_build.load(other)))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("kLanes = 8", "kLanes = 16"),
+        ("at += part_numel) found", "at += 2 * part_numel) found"),
+        ("std::min(part_numel, cuts[2 * i + 1] - at)", "cuts[2 * i + 1] - at"),
+        ("norms[i] =", "norms[0] ="),
+        ("return std::sqrt(sums[0])", "return sums[0]"),
+    ],
+)
+def test_a_library_with_other_norms_is_refused(tmp_path, right, wrong):
+    text = Path(native_adam.__file__).with_name("host_update.cpp").read_text()
+    assert right in text
+    other = tmp_path / "host_update.cpp"
+    other.write_text(text.replace(right, wrong))
+    assert not native_adam.norms_agree_with_torch(CompiledNorms(native_build.load(other)))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_norms_are_those_of_torch_whoever_measures(monkeypatch, threads):
+    """Long fragments, one without elements, a norm whose square overflows."""
+    native_adam.prepare()
+    native_adam.wait()
+    library = native_adam.norms()
+    assert library is not None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    grad = torch.randn(2**18 * 3 + 77).bfloat16()
+    cuts = [(0, 2**18), (3, 2**18 * 3 + 76), (5, 5), (9, 1000)]
+    grad[20] = 1e19
+    grad[1000] = 1e19
+    expected = [
+        torch.stack([piece.float().norm() for piece in grad[begin:end].split(2**18)]).norm()
+        for begin, end in cuts
+    ]
+    for used in (library, None):
+        found = norms_of(grad, cuts, used)
+        assert torch.equal(torch.stack(list(found)), torch.stack(expected))
 
 
 def test_without_a_compiler_there_is_one_line_and_no_library(monkeypatch, tmp_path):
@@ -215,7 +255,7 @@ def test_a_cache_folder_that_others_can_write_is_not_used(monkeypatch, tmp_path)
     folder.chmod(0o777)
     assert native_build._cache_folder() is None
     monkeypatch.setattr(native_build.tempfile, "tempdir", str(tmp_path))
-    source = Path(native_adam.__file__).with_name("adam.cpp")
+    source = Path(native_adam.__file__).with_name("host_update.cpp")
     assert native_adam.agrees_with_torch(native_adam.CompiledAdam(native_build.load(source)))
     assert [*folder.iterdir()] == []
     assert [*tmp_path.iterdir()] == [tmp_path / "zeroshard"]  # nothing is left of it
@@ -227,7 +267,7 @@ def test_a_compiler_that_cannot_be_started_is_one_line(monkeypatch, tmp_path):
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(native_build.CannotBuild, match="OSError"):
-        native_build.load(Path(native_adam.__file__).with_name("adam.cpp"))
+        native_build.load(Path(native_adam.__file__).with_name("host_update.cpp"))
 
 
 def test_the_compiler_can_be_kept_out(monkeypatch):
@@ -281,7 +321,7 @@ def test_a_loaded_state_is_what_the_next_step_uses():
 
 
 def test_a_library_of_another_source_compiler_or_machine_is_not_taken(monkeypatch, tmp_path):
-    source = tmp_path / "adam.cpp"
+    source = tmp_path / "host_update.cpp"
     source.write_text("int one;")
     names = [native_build._name(source, "g++")]
     for what, value in (

@@ -1,26 +1,48 @@
 """Makes the C library return large freed blocks to the system.
 
-By default glibc keeps freed blocks up to 32 MB in its heap (the threshold grows with the size of freed
-blocks). Shards and gradients of that size, freed between small activations, leave holes in which nothing
-of their size fits. Measured with 774 M parameters on disk: a heap of 2.4 GB, with 0.3 GB in use (ADR
-0008).
+By default glibc keeps freed blocks of up to 32 MB in its heap (the threshold grows with the size of freed
+blocks). Shards, full units, gradients and logits of that size, freed between small activations, leave
+holes in which nothing of their size fits, and the heap grows from step to step (ADR 0008).
+
+What the user chose in the environment (``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) stays.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 
-LARGE_NBYTES = 4 << 20
-"""Blocks from this size on get pages of their own. At this size page faults cost no measurable time."""
+LARGE_NBYTES = 16 << 20
+"""Blocks from this size on get pages of their own, on CPU ranks."""
 
-_M_MMAP_THRESHOLD = -3  # from malloc.h; setting it also stops the threshold from growing
+LARGE_OFFLOADED_NBYTES = 4 << 20
+"""The same where state is offloaded on CPU ranks, to save as much as possible."""
+
+KEPT_NBYTES = 2 * LARGE_NBYTES
+"""Free memory at the end of the heap that stays, so that small activations cost no page faults."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h; setting one stops both from growing
+
+_set_nbytes: list[int] = []
+"""Thresholds that this process has set. The smallest one holds."""
 
 
-def return_large_blocks() -> bool:
+def return_large_blocks(*, offloaded: bool) -> bool:
     """Return large blocks of this process to the system when they are freed, from now on.
 
-    This holds for the whole process and cannot be undone, since the C library has one heap. Returns
-    whether it worked (another allocator has no such call).
+    This holds for the whole process, since the C library has one heap. ``offloaded``: state is offloaded
+    on CPU ranks. Returns whether it worked (another allocator has no such call).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, LARGE_NBYTES) == 1
+    if mallopt is None or _user_chose():
+        return False
+    _set_nbytes.append(LARGE_OFFLOADED_NBYTES if offloaded else LARGE_NBYTES)
+    worked = mallopt(_M_MMAP_THRESHOLD, min(_set_nbytes)) == 1
+    if not offloaded:
+        worked &= mallopt(_M_TRIM_THRESHOLD, KEPT_NBYTES) == 1
+    return bool(worked)
+
+
+def _user_chose() -> bool:
+    tuned = os.environ.get("GLIBC_TUNABLES", "")
+    return "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc.mmap_threshold" in tuned

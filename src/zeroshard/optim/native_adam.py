@@ -1,6 +1,6 @@
-"""The compiled Adam: built in a thread, checked against torch, then offered to updates.
+"""The compiled update, Adam and norms: built in a thread, checked against torch, then offered.
 
-It is compiled while the first steps use torch's kernel. It is then compared with that kernel and is
+It is compiled while the first steps use torch's kernels. Each part is then compared with these and is
 offered only if no bit differs (ADR 0007).
 """
 
@@ -17,10 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.optim.fragment_norms import CompiledNorms, norm_of
 from zeroshard.optim.fused_update import GRAD_DTYPES, CompiledAdam, FusedFragment, Spans
 from zeroshard.optim.native_build import CannotBuild, load
 
 logger = logging.getLogger("zeroshard")
+
+
+_DIFFERS = "the compiled %s is not used: it differs from torch's on this processor"
 
 
 class _Preparation:
@@ -28,6 +32,7 @@ class _Preparation:
 
     def __init__(self) -> None:
         self.result: CompiledAdam | None = None
+        self.norms: CompiledNorms | None = None
         self._checks = self._leaves = False
         atexit.register(self._leave)
         self.thread = threading.Thread(target=self._run, name="zeroshard-compile", daemon=True)
@@ -35,19 +40,22 @@ class _Preparation:
 
     def _run(self) -> None:
         try:
-            compiled = CompiledAdam(load(Path(__file__).with_name("adam.cpp")))
+            library = load(Path(__file__).with_name("host_update.cpp"))
         except CannotBuild as error:
             logger.info("the update is not compiled: %s", error)
             return
         self._checks = True
         if self._leaves:
             return
-        if agrees_with_torch(compiled):
-            self.result = compiled
+        adam, norms = CompiledAdam(library), CompiledNorms(library)
+        if agrees_with_torch(adam):
+            self.result = adam
         else:
-            logger.info(
-                "the compiled update is not used: it differs from torch's on this processor"
-            )
+            logger.info(_DIFFERS, "update")
+        if norms_agree_with_torch(norms):
+            self.norms = norms
+        else:
+            logger.info(_DIFFERS, "norm")
 
     def _leave(self) -> None:
         """Wait for the check, or prevent it, before the interpreter ends.
@@ -75,6 +83,11 @@ def compiled() -> CompiledAdam | None:
     return _preparation().result
 
 
+def norms() -> CompiledNorms | None:
+    """The compiled norms if they are ready, else None. Never waits, and starts nothing."""
+    return _preparation().norms if _preparation.cache_info().currsize else None
+
+
 def wait() -> CompiledAdam | None:
     """Wait for the compiled Adam. None: it cannot be used."""
     _preparation().thread.join()
@@ -94,6 +107,25 @@ def agrees_with_torch(candidate: CompiledAdam, *, numel: int = 4096) -> bool:
                     }  # fmt: skip
                     if not _agrees(candidate, group, grad_dtype, low_dtype, numel, generator):
                         return False
+    return True
+
+
+def norms_agree_with_torch(candidate: CompiledNorms) -> bool:
+    """Whether norms of short and long fragments, of all magnitudes, have torch's bits on 1 to 3 threads.
+
+    Pieces are shorter than in use, so that many are added. Dtypes are given, as in :func:`_agrees`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    piece_numel = 1000
+    for at, numel in enumerate((*range(35), 999, 1000, 1001, 8191, 40_003)):
+        scale = 10.0 ** float(torch.randint(-20, 18, (), generator=generator))
+        grad = torch.randn(numel + at, generator=generator, dtype=torch.float32)
+        grad = (grad * scale).to(torch.bfloat16)
+        cuts = [(at, at + numel), (0, at), (at // 2, at + numel)]
+        found = candidate.measure(grad, cuts, threads=1 + at % 3, piece_numel=piece_numel)
+        expected = torch.stack([norm_of(grad[begin:end], piece_numel) for begin, end in cuts])
+        if not _same(found, expected):
+            return False
     return True
 
 

@@ -48,6 +48,8 @@ from zeroshard.memory import storage
 from zeroshard.offload.host_chunk import HostChunk, HostGradStore, HostStaging
 from zeroshard.offload.pager import page_nbytes
 from zeroshard.offload.tier_stores import ChunkMemory
+from zeroshard.optim import native_adam
+from zeroshard.optim.fragment_norms import norms_of
 from zeroshard.optim.fused_update import PIECE_NUMEL, sync_master_from_param
 from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.unit import Unit, offloaded_error
@@ -230,17 +232,20 @@ class OptimizerShard:
         With one rank these equal what ``clip_grad_norm_`` computes: no norm for a parameter without
         gradient, zero for a parameter without elements.
         """
-        found: Norms = []
+        measured: list[int] = []
+        cuts: list[tuple[int, int]] = []
         low, high = self.own
         alone, touched = self.buffer.comm.size == 1, self.buffer.has_grad
         for index, at, numel in self.owned:
             begin, end = max(low, at), min(high, at + numel)
             if begin < end and (touched[index] or not alone):
-                found.append((self.unit.positions[index], norm_of(grad_R[begin:end])))
+                measured.append(self.unit.positions[index])
+                cuts.append((begin, end))
         for index, slot in enumerate(self.unit.layout.slots):
             if slot.numel == 0 and alone and touched[index]:
-                found.append((self.unit.positions[index], norm_of(grad_R[:0])))
-        return found
+                measured.append(self.unit.positions[index])
+                cuts.append((0, 0))
+        return [*zip(measured, norms_of(grad_R, cuts, native_adam.norms()), strict=True)]
 
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:
@@ -489,27 +494,3 @@ def _copy_of(near_C: Tensor, dtype: torch.dtype, host: HostStaging | None) -> Te
     if host is None:
         return near_C.to(dtype)
     return host.allocate(near_C.numel(), dtype).copy_(near_C)
-
-
-def norm_of(flat: Tensor) -> Tensor:
-    """2-norm of a flat tensor as a 0-dim tensor, in fp32 (fp64 for fp64).
-
-    16-bit values are upcast first, since a 16-bit reduction is slow and inexact on CPU.
-    """
-    if flat.device.type != "cpu" and flat.dtype != torch.float64:
-        measured: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)  # one kernel
-        return measured
-    if flat.dtype in (torch.float32, torch.float64):
-        wide = flat
-    elif flat.numel() <= PIECE_NUMEL:
-        wide = flat.float()
-    else:
-        room = flat.new_empty(PIECE_NUMEL, dtype=torch.float32)  # reused: it stays in cache
-        wide = torch.stack(
-            [
-                torch.linalg.vector_norm(room[: chunk.numel()].copy_(chunk))
-                for chunk in flat.split(PIECE_NUMEL)
-            ]
-        )
-    norm: Tensor = torch.linalg.vector_norm(wide)
-    return norm

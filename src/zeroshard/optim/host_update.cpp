@@ -1,11 +1,12 @@
-// Adam and AdamW over the spans of one shard, in one pass over memory.
+// The update of a shard in host memory: norms of 16-bit gradients, and Adam and AdamW over the spans of the
+// shard in one pass over memory.
 //
-// The results equal those of torch's fused CPU kernel bit for bit: the same operations in the same order,
-// and a fused multiply-add exactly where torch has one. The compiler must not make others
-// (-ffp-contract=off). Before the library is used, it is compared with torch on this machine (ADR 0007).
+// The results equal those of torch's CPU kernels bit for bit: the same operations in the same order, and a
+// fused multiply-add exactly where torch has one. The compiler must not make others (-ffp-contract=off).
+// Before the library is used, it is compared with torch on this machine (ADR 0007).
 //
-// Several threads may share a step. No element depends on another, and each is computed by the same code
-// wherever the work is cut, so the bits do not depend on the number of threads.
+// Several threads may share the work. No result depends on where it is cut, so the bits do not depend on
+// the number of threads.
 
 #include <pthread.h>
 #include <signal.h>
@@ -30,12 +31,12 @@
 
 namespace {
 
-struct Options {  // one param group; fields in the order of _Options in native_adam.py
+struct Options {  // one param group; fields in the order of _Options in fused_update.py
   double lr, beta1, beta2, weight_decay, eps;
   int64_t decoupled, maximize;
 };
 
-struct Span {  // one fragment of a parameter; fields in the order of _Span in native_adam.py
+struct Span {  // one fragment of a parameter; fields in the order of _Span in fused_update.py
   float* master;
   float* exp_avg;
   float* exp_avg_sq;
@@ -296,6 +297,47 @@ Pool& pool() {
   return *found;
 }
 
+constexpr int kLanes = 8;  // sums that torch's norm has at a time, whatever the processor
+
+template <typename Value>
+float norm(const Value* values, int64_t numel) {
+  float sums[kLanes] = {};
+  const int64_t whole = numel - numel % kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const float value = widen(values[i + lane]);
+      sums[lane] += value * value;
+    }
+  }
+  for (int lane = 1; lane < kLanes; ++lane) sums[0] += sums[lane];
+  for (int64_t i = whole; i < numel; ++i) sums[0] += widen(values[i]) * widen(values[i]);
+  return std::sqrt(sums[0]);
+}
+
+struct Part {  // of a gradient
+  const uint16_t* values;
+  int64_t numel;
+  float norm;
+};
+
+class Norms final : public Work {
+ public:
+  explicit Norms(std::vector<Part>& parts) : parts_(parts) { std::fegetenv(&environment_); }
+
+  void run() noexcept override {
+    std::fesetenv(&environment_);
+    const int64_t count = static_cast<int64_t>(parts_.size());
+    for (int64_t at; (at = next_.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      parts_[at].norm = norm(parts_[at].values, parts_[at].numel);
+    }
+  }
+
+ private:
+  std::vector<Part>& parts_;
+  std::fenv_t environment_;
+  alignas(64) std::atomic<int64_t> next_{0};  // the first part that no thread took
+};
+
 template <typename Grad>
 void step(const Span* spans, int64_t count, const Options* groups, const Grad* grad, float factor,
           int64_t threads, int64_t piece_numel) {
@@ -319,5 +361,27 @@ void adam_bf16(const Span* spans, int64_t count, const Options* groups, const ui
 void adam_fp32(const Span* spans, int64_t count, const Options* groups, const float* grad, float factor,
                int64_t threads, int64_t piece_numel) {
   step(spans, count, groups, grad, factor, threads, piece_numel);
+}
+
+// Norms of `count` fragments of `grad`, which begin and end at the elements `cuts[2 i]` and `cuts[2 i + 1]`.
+// The norm of a fragment of more than `part_numel` elements is that of the norms of its parts.
+void norms_bf16(const uint16_t* grad, const int64_t* cuts, int64_t count, float* norms, int64_t threads,
+                int64_t part_numel) {
+  std::vector<Part> parts;
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t at = cuts[2 * i]; at < cuts[2 * i + 1]; at += part_numel) {
+      parts.push_back({grad + at, std::min(part_numel, cuts[2 * i + 1] - at), 0});
+    }
+  }
+  Norms work(parts);
+  if (threads > 1) pool().run(work, threads - 1);
+  else work.run();
+  std::vector<float> found;
+  auto part = parts.begin();
+  for (int64_t i = 0; i < count; ++i) {
+    found.clear();
+    for (int64_t at = cuts[2 * i]; at < cuts[2 * i + 1]; at += part_numel) found.push_back((part++)->norm);
+    norms[i] = found.size() == 1 ? found[0] : norm(found.data(), static_cast<int64_t>(found.size()));
+  }
 }
 }
