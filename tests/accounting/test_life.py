@@ -104,7 +104,9 @@ def test_many_steps_leave_memory_flat(stage, transport):
         assert alive_nbytes(tensors + slack) <= tensors + slack
         assert engine._watch.scratch_nbytes <= scratch + slack
         give_back()
-        assert resident_nbytes() - resident < late + MIB * steps // 200  # late may be later
+        # Later each rank may allocate such a set, and reads that of the other: both are resident.
+        grown = resident_nbytes() - resident
+        assert grown < 2 * late + MIB * steps // 200, (grown, late)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -243,10 +243,11 @@ def test_the_environment_is_read_at_the_border_only():
         "doctor",
         "watchdog",
         "launch",
+        "memory",
         "optim",
         "precision",
         "testing",
-    }  # optim: CXX
+    }  # memory: settings of malloc; optim: CXX
     found = offenders(lambda path, tree: layer_of(path) not in borders and environment_uses(tree))
     assert found == {}
 

@@ -57,6 +57,7 @@ from zeroshard.engine.tied_units import (
 )
 from zeroshard.engine.unit_plan import UnitSpec, layout_digest, plan_bytes
 from zeroshard.errors import in_short
+from zeroshard.memory.malloc import return_large_blocks
 from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.offload.capacity_check import check_capacity
 from zeroshard.offload.offload_plan import (
@@ -189,7 +190,8 @@ def _assemble(
     """Build the parts that need memory. All ranks have the same plan by now."""
     model, settings = draft.model, draft.loaded.config
     device, policy = draft.device, draft.policy
-    if draft.rank_info.is_main_rank and device.type == "cpu" and watch.gathers.transport != "fake":
+    trains_on_host = device.type == "cpu" and watch.gathers.transport != "fake"
+    if draft.rank_info.is_main_rank and trains_on_host:
         tell_if_slow(policy, hardware_of(device))
     accumulation = Accumulation(
         settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
@@ -245,6 +247,8 @@ def _assemble(
             partial(_make_savers, draft, runtime, watch), after_bad_step,
         )  # fmt: skip
         undo.pop_all()
+    if trains_on_host:
+        return_large_blocks(offloaded=False)
     return parts
 
 

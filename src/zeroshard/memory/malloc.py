@@ -38,7 +38,7 @@ def return_large_blocks(*, offloaded: bool) -> bool:
         return False
     _set_nbytes.append(LARGE_OFFLOADED_NBYTES if offloaded else LARGE_NBYTES)
     worked = mallopt(_M_MMAP_THRESHOLD, min(_set_nbytes)) == 1
-    if not offloaded:
+    if LARGE_OFFLOADED_NBYTES not in _set_nbytes:
         worked &= mallopt(_M_TRIM_THRESHOLD, KEPT_NBYTES) == 1
     return bool(worked)
 

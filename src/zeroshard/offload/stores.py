@@ -79,9 +79,8 @@ class Stores:
         if self.streams is not None or in_file:
             ledger.hold("scratch", WEIGHTS_OWNER, WEIGHTS_NBYTES)
             self._weights = weights_for(torch.empty(0, device=device))
-        if device.type == "cpu" and not self._is_fake:
-            # Shards, units and gradients are allocated and freed between activations.
-            return_large_blocks(offloaded=bool(offload_plan.grads) or in_file)
+        if device.type == "cpu" and (offload_plan.grads or in_file):
+            return_large_blocks(offloaded=True)  # from here on, since construction needs memory too
 
     def stores_of(self, tier: Tier) -> TierStores:
         """The stores of one tier."""
