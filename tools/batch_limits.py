@@ -49,6 +49,7 @@ from plan_check import (
 )
 
 import zeroshard
+from zeroshard.planner.changes import merged
 from zeroshard.planner.largest_batch import largest_batch
 from zeroshard.planner.simulate import highest
 from zeroshard.testing.ranks import run_ranks
@@ -128,16 +129,6 @@ def _train_within(
 
 def _engine(case: Case, folder: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Any:
     return zeroshard.Engine(build(case)(), config=merged(settings(case, folder), changes))
-
-
-def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` with ``changes``, section by section.
-
-    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}})
-    {'a': {'b': 1, 'c': 3}}
-    """
-    inner = {k: merged(config[k], v) for k, v in changes.items() if isinstance(config.get(k), dict)}
-    return {**config, **changes, **inner}
 
 
 def _steps(engine: Any, size: Size) -> None:

@@ -17,7 +17,7 @@ from zeroshard.errors import HostMemoryError
 from zeroshard.testing import on_ranks
 
 GIB = 2**30
-NOTHING = Run([], [], 0, 0, 1, 1, 0, False, False, False, False)
+NOTHING = Run([], [], 0, 0, 1, 1, 0, False, False, False, False, 0)
 
 
 def test_ranks_of_a_host_share_its_memory_and_devices_do_not():

@@ -188,6 +188,20 @@ def test_check_tells_by_its_exit_code_whether_the_run_fits(run):
     assert too_small.exit_code == 3
     assert too_small.stdout.startswith("does not fit: ")
     assert "on rank 0" in too_small.stdout
+    assert "no single change of stage, micro-batch, activation checkpointing" in too_small.stdout
+
+
+def test_what_passes_to_the_disk_is_told(run, tmp_path):
+    offload = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    text, found = (
+        run("nets_to_plan:plain", *options, zero_optimization=offload).stdout
+        for options in ((), ("--json",))
+    )
+    disk = json.loads(found)["disk"]
+    assert min(disk.values()) >= 8 * PARAMS // 4  # two moments, of four ranks
+    line = "\ndisk: {file_nbytes:,} bytes of files; a step reads {read_nbytes:,} bytes and writes "
+    assert f"{line}{{written_nbytes:,}}".format(**disk) in text
+    assert "\ndisk: " not in run("nets_to_plan:plain").stdout
 
 
 PLAN = "plan nets_to_plan:"

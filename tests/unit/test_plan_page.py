@@ -64,6 +64,17 @@ def test_the_page_has_a_line_for_each_pipeline_stage(timed):
     assert "rank 2: 77,123 parameters, peak 1.00 MiB, 3 micro-batches in flight" in page
 
 
+def test_the_page_has_changes_that_make_the_run_fit_and_what_passes_to_the_disk(timed):
+    change = {"text": "stage 2", "line": '{"a": 1}', "peak_nbytes": 2**20, "slowdown": 0.01}
+    disk = {"file_nbytes": 4096, "read_nbytes": 1234, "written_nbytes": 5678}
+    page = plan_page(
+        timed.as_dict() | {"changes": [change | {"predicted": False}], "disk": disk}, ""
+    )
+    cells = ("stage 2", "{&#34;a&#34;: 1}", "1.00 MiB", "+1% (assumed)")
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    assert "4,096 bytes of files; a step reads 1,234 bytes and writes 5,678" in page
+
+
 def test_the_peak_has_its_line_and_the_timeline_its_peak(timed):
     found = timed.as_dict()
     peak, line = found["step_peak"], found["timeline"]

@@ -11,6 +11,7 @@ from zeroshard.core.nbytes import StateBytes, UnitBytes
 from zeroshard.engine.remedies import Run, remedies
 
 RANKS, UNITS, NUMEL = 4, 8, 128 * 64
+BIG = 10**7
 
 
 def unit(grad_nbytes: int = 2) -> UnitBytes:
@@ -22,7 +23,7 @@ def unit(grad_nbytes: int = 2) -> UnitBytes:
 def run(**changed: Any) -> Run:
     plain = Run(
         units=[unit()] * UNITS,
-        accumulated=[unit(4)] * UNITS,
+        accumulated=[unit()] * UNITS,  # already, with accumulation
         rank=0,
         stage=0,
         micro_batch=6,
@@ -32,6 +33,7 @@ def run(**changed: Any) -> Run:
         can_checkpoint=False,
         offloads_optimizer=False,
         offloads_params=False,
+        block_nbytes=0,
     )
     return replace(plain, **changed)
 
@@ -47,9 +49,11 @@ def zero(**keys: Any) -> str:
 def test_a_stage_frees_its_states_less_what_it_holds_for_a_moment():
     found = lines(run())
     states = UNITS * NUMEL
+    cast = 4 * NUMEL  # of the gradients of a unit in the update, where stage 0 holds the most
     live = 3 * NUMEL
-    assert found[zero(stage=2)] == states * (16 - 2 - 14 / RANKS) - live * 2
-    assert found[zero(stage=3)] == states * (16 - 16 / RANKS) - live * 4
+    reduced = 2 * 2 * live  # gradients, and what arrives of them
+    assert found[zero(stage=2)] == states * (16 - 2 - 14 / RANKS) + cast - reduced
+    assert found[zero(stage=3)] == states * (16 - 16 / RANKS) + cast - reduced - live * 2
 
 
 def test_states_go_to_the_host_where_there_is_one():
@@ -62,18 +66,51 @@ def test_states_go_to_the_host_where_there_is_one():
     assert {*lines(run(stage=2, has_host=False))} == {zero(stage=3)}
     is_away = run(stage=2, offloads_optimizer=True, offloads_params=True)
     assert {*lines(is_away)} == {zero(stage=3)}
+    already = zero(stage=3, offload_param=to_host)  # what is offloaded stays where it is
+    assert already in lines(run(stage=2, offloads_optimizer=True))
+
+
+def test_at_stage_3_parameters_in_host_memory_leave_as_they_are():
+    """Whole units are live before and after."""
+    to_host = {"device": "cpu"}
+    everything = zero(stage=3, offload_optimizer=to_host, offload_param=to_host)
+    assert lines(run(stage=3))[everything] == UNITS * NUMEL * 14 / RANKS
+
+
+def test_gradients_that_are_not_there_at_the_peak_free_nothing():
+    """Without accumulation a forward has none, so of a large forward stage 2 saves the optimizer only."""
+    large = run(accumulation=1, activation_nbytes=10**8)
+    saved = UNITS * NUMEL * 12 * (1 - 1 / RANKS)
+    assert lines(large)[zero(stage=2)] == saved
+    assert lines(replace(large, accumulation=2))[zero(stage=2)] == saved + UNITS * NUMEL * 2 * 0.75
+
+
+def test_activations_free_no_more_than_down_to_what_the_end_of_backward_holds():
+    checkpoint = "model.gradient_checkpointing_enable()"
+    n = UNITS * NUMEL
+    tight = run(stage=1, can_checkpoint=True, accumulation=1, activation_nbytes=8 * n)
+    eight, three = replace(tight, block_nbytes=n), replace(tight, block_nbytes=8 * n // 3)
+    assert lines(eight)[checkpoint] == 4 * n
+    assert abs(lines(replace(three, stage=3))[checkpoint] - 8 * n * (1 - 0.3 - 1 / 3)) < 2
+    assert checkpoint not in lines(replace(tight, block_nbytes=8 * n))  # no blocks are known
+    # At the end: all gradients, those of three units that arrive, and a block.
+    floor = replace(eight, activation_nbytes=4 * n, block_nbytes=0)
+    assert lines(floor)[checkpoint] == 4 * n - n * 2 - 3 * NUMEL * 2
+    assert lines(replace(floor, block_nbytes=n // 2))[checkpoint] == 4 * n - n * 5 // 2 - 6 * NUMEL
 
 
 def test_a_smaller_micro_batch_keeps_the_batch_of_a_step_and_pays_for_the_sums():
-    found = lines(run(stage=3, has_host=False, activation_nbytes=10**6))
+    found = lines(run(stage=3, has_host=False, activation_nbytes=BIG))
     line = json.dumps({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 10})
-    assert found == {line: 10**6 // 2}
+    assert found == {line: BIG // 2}
     thirds = run(
-        stage=3, has_host=False, micro_batch=9, accumulation=1, activation_nbytes=9 * 10**5
-    )
+        stage=3, has_host=False, micro_batch=9, accumulation=1, activation_nbytes=9 * BIG,
+        accumulated=[unit(4)] * UNITS,
+    )  # fmt: skip
     line = json.dumps({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 3})
-    assert lines(thirds) == {line: 6 * 10**5 - UNITS * NUMEL * 4 // RANKS}
-    assert not lines(run(stage=3, has_host=False, micro_batch=1, activation_nbytes=10**6))
+    sums = UNITS * NUMEL * 4 // RANKS
+    assert lines(thirds) == {line: 6 * BIG - sums}
+    assert not lines(run(stage=3, has_host=False, micro_batch=1, activation_nbytes=BIG))
 
 
 def test_the_micro_batch_is_the_largest_that_frees_enough():

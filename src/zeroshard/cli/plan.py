@@ -120,6 +120,7 @@ def plan_command(
 
     from zeroshard.config.machine_file import load_machine
     from zeroshard.planner.axes import read_axes
+    from zeroshard.planner.changes import with_changes
     from zeroshard.planner.fit import fit as fit_run
     from zeroshard.planner.plan import make_plan, plan_of_largest_batch
     from zeroshard.planner.plan_text import show, show_fit
@@ -164,6 +165,15 @@ def plan_command(
                 model, Path(config), ranks=ranks, micro_batch=samples, length=seq, memory_gib=memory,
                 machine=computer, target=kind, with_events=trace is not None,
             )  # fmt: skip
+            found = with_changes(
+                found,
+                model,
+                Path(config),
+                length=seq,
+                memory_gib=memory,
+                machine=computer,
+                target=kind,
+            )
         _write(found, Path(config).read_text(), html, trace)
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))

@@ -489,6 +489,7 @@ def _states_only(plan: Sequence[UnitBytes], config: Config, device: torch.device
         can_checkpoint=False,
         offloads_optimizer=is_offloaded(zero.offload_optimizer),
         offloads_params=is_offloaded(zero.offload_param),
+        block_nbytes=0,
     )
 
 

@@ -119,7 +119,7 @@ def explain(engine: Any, error: BaseException, phase: str) -> None:
             f"{part:.0%} of the blocks had run, so a whole forward would hold about {_mib(whole)} MiB of "
             "others."
         )
-    lines += _advice(remedies(_run_of(engine, whole), missing), missing)
+    lines += _advice(remedies(run_of(engine, whole), missing), missing)
     error.args = ("\n".join([str(error.args[0]), *lines]), *error.args[1:])
 
 
@@ -151,7 +151,8 @@ def _to_come(engine: Any) -> int:
     return sum(planned[kind, Tier.DEVICE] for kind in kinds) - now
 
 
-def _run_of(engine: Any, activations: int) -> Run:
+def run_of(engine: Any, activations: int) -> Run:
+    """What is known of an engine's run. ``activations``: bytes that a whole forward holds."""
     runtime, zero = engine.runtime, engine.settings.zero_optimization
     rows = {id(unit.layout): unit.row for unit in runtime.units}
     model = engine.module
@@ -174,6 +175,7 @@ def _run_of(engine: Any, activations: int) -> Run:
         and not getattr(model, "is_gradient_checkpointing", False),
         offloads_optimizer=is_offloaded(zero.offload_optimizer),
         offloads_params=is_offloaded(zero.offload_param),
+        block_nbytes=activations // longest_list(model),
     )
 
 

@@ -2,7 +2,8 @@
 
 Bytes of training states are those of the plan (:mod:`zeroshard.core.nbytes`). From what a higher stage
 saves, the full parameters and gradients that it holds for a moment are taken off. What a smaller
-micro-batch or checkpointing frees is a part of the activations that were measured.
+micro-batch or checkpointing frees is a part of the activations that were measured, down to what the end
+of a backward and the update hold without them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ SLOWDOWNS = {
 """How much longer a step takes, as a part of it. Assumed: it depends on the model and the machine."""
 
 CHECKPOINTED = 0.5
-"""The part of the activations that checkpointing frees, at least, in models of several blocks."""
+"""The most of the activations that checkpointing frees by arithmetic. Often it frees three quarters."""
+
+_KEPT = 0.3
+"""The part that it keeps beside one block: inputs of blocks, and what is outside of them."""
 
 _LIVE_UNITS = 3
 """Units that are full at a time, at most: the one in use, the next one, and one that is reduced."""
@@ -40,6 +44,7 @@ class Run:
     ``units``: with the bytes of this configuration. ``accumulated``: with those of one that sums several
     micro-batches. ``activation_nbytes``: that a whole forward holds. ``has_host``: the device's
     memory is not that of the host. ``can_checkpoint``: the model could recompute its activations.
+    ``block_nbytes``: those of one of its blocks; of a model without blocks all.
     """
 
     units: Sequence[UnitBytes]
@@ -53,6 +58,7 @@ class Run:
     can_checkpoint: bool
     offloads_optimizer: bool
     offloads_params: bool
+    block_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -68,37 +74,47 @@ class Remedy:
 def remedies(run: Run, missing_nbytes: int, count: int = 3) -> list[Remedy]:
     """The changes that free ``missing_nbytes``, by assumed slowdown per byte; at most ``count``.
 
-    If no change alone frees as much, those that free something.
+    If no change alone frees as much, those that free something. Of the smaller micro-batches, the largest
+    that frees enough.
     """
-    found = [each for each in _changes(run, missing_nbytes) if each.freed_nbytes > 0]
+    sizes = [each for each in smaller_batches(run) if each.freed_nbytes > 0]
+    batch = next((each for each in sizes if each.freed_nbytes >= missing_nbytes), None)
+    found = [each for each in changes(run) if each.freed_nbytes > 0]
+    found += sizes[-1:] if batch is None else [batch]
     enough = [each for each in found if each.freed_nbytes >= missing_nbytes]
     return sorted(enough or found, key=lambda each: each.slowdown / each.freed_nbytes)[:count]
 
 
-def _changes(run: Run, missing: int) -> Iterator[Remedy]:
+def changes(run: Run) -> Iterator[Remedy]:
+    """Every change but that of the micro-batch, also those that free nothing."""
     if run.stage < 2:
-        yield _change(run, "stage 2", "stage 2", {"stage": 2}, _by_stage(run, 2))
+        freed = _freed(run, replace(run, stage=2))
+        yield _change(run, "stage 2", "stage 2", {"stage": 2}, freed)
     if run.stage < 3:
-        yield _change(run, "stage 3", "stage 3", {"stage": 3}, _by_stage(run, 3))
-    yield from _smaller_batch(run, missing)
+        freed = _freed(run, replace(run, stage=3))
+        yield _change(run, "stage 3", "stage 3", {"stage": 3}, freed)
     if run.can_checkpoint:
+        kept = int(run.activation_nbytes * _KEPT) + run.block_nbytes
+        kept = max(kept, int(run.activation_nbytes * (1 - CHECKPOINTED)))
         yield Remedy(
             "activation checkpointing",
             "model.gradient_checkpointing_enable()",
-            int(run.activation_nbytes * CHECKPOINTED),
+            _freed(run, replace(run, activation_nbytes=kept)),
             SLOWDOWNS["checkpointing"],
         )
     if not run.has_host:
         return
     to_host = {"device": "cpu"}
     states = _device_nbytes(run.units, run.stage, run.rank)
+    optimizer = {} if run.offloads_optimizer else {"offload_optimizer": to_host}
     if not run.offloads_optimizer:
-        keys = {"stage": max(1, run.stage), "offload_optimizer": to_host}
         freed = states["master"] + states["optimizer"]
-        yield _change(run, "the optimizer in host memory", "optimizer", keys, freed)
+        text = "the optimizer in host memory"
+        yield _change(run, text, "optimizer", {"stage": max(1, run.stage), **optimizer}, freed)
     if not run.offloads_params:
-        keys = {"stage": 3, "offload_optimizer": to_host, "offload_param": to_host}
-        freed = sum(states.values()) - states["gradients"] - _live(run, "param_nbytes")
+        keys = {"stage": 3, **optimizer, "offload_param": to_host}
+        live = 0 if run.stage == 3 else _full(run, "param_nbytes", _LIVE_UNITS)
+        freed = sum(states.values()) - states["gradients"] - live
         text = "stage 3, optimizer and parameters in host memory"
         yield _change(run, text, "parameters", keys, freed)
 
@@ -113,42 +129,63 @@ def _device_nbytes(units: Sequence[UnitBytes], stage: int, rank: int) -> dict[st
     return {category: n for (category, tier), n in planned.items() if tier is Tier.DEVICE}
 
 
-def _by_stage(run: Run, stage: int) -> int:
-    """Bytes that another stage saves between steps, less what it holds for a moment in addition."""
-    before = sum(_device_nbytes(run.units, run.stage, run.rank).values())
-    after = sum(_device_nbytes(run.units, stage, run.rank).values())
-    live = 0 if run.stage >= 2 else _live(run, "grad_nbytes")
-    if stage == 3:
-        live += _live(run, "param_nbytes")
-    return before - after - live
+def _freed(run: Run, changed: Run) -> int:
+    """Bytes by which the peak becomes lower: the least that it is, minus the most that it becomes."""
+    live_units = (
+        _LIVE_UNITS if run.stage >= 2 else 1
+    )  # as many before as after if both reduce at once
+    before = _peak(run, live_units=live_units, block_nbytes=0)
+    return before - _peak(changed, live_units=_LIVE_UNITS, block_nbytes=changed.block_nbytes)
 
 
-def _live(run: Run, kind: str) -> int:
-    """Bytes of the largest units in full, as many as are full at a time."""
+def _full(run: Run, kind: str, live_units: int) -> int:
+    """Bytes of the largest units in full, of so many."""
     sizes = sorted(unit.layout.full_numel * getattr(unit, kind) for unit in run.units)
-    return sum(sizes[-_LIVE_UNITS:])
+    return sum(sizes[-live_units:])
 
 
-def _smaller_batch(run: Run, missing: int) -> Iterator[Remedy]:
-    """The largest micro-batch that frees enough, with which the batch of a step stays the same.
+def smaller_batches(run: Run) -> Iterator[Remedy]:
+    """Smaller micro-batches with which the batch of a step stays the same, the largest first."""
+    for parts in range(2, run.micro_batch + 1):
+        if run.micro_batch % parts == 0:
+            smaller = replace(
+                run,
+                units=run.accumulated,
+                micro_batch=run.micro_batch // parts,
+                accumulation=run.accumulation * parts,
+                activation_nbytes=run.activation_nbytes // parts,
+                block_nbytes=run.block_nbytes // parts,
+            )
+            keys = {
+                "train_micro_batch_size_per_gpu": smaller.micro_batch,
+                "gradient_accumulation_steps": smaller.accumulation,
+            }
+            text = f"micro-batch {smaller.micro_batch} instead of {run.micro_batch}, the same step"
+            freed = _freed(run, smaller)
+            yield Remedy(text, json.dumps(keys), freed, SLOWDOWNS["micro-batch"])
 
-    If none does, one sample.
+
+def _peak(run: Run, *, live_units: int, block_nbytes: int) -> int:
+    """Device memory at the end of a forward, of a backward or in the update, whichever is the most.
+
+    In a forward gradients are held if several micro-batches are summed. At the end of a backward they are
+    complete, ``live_units`` are full and arrive from other ranks, and the first block has
+    ``block_nbytes`` of activations. The update casts the gradients of a unit to the dtype of its masters.
     """
-    sums = 0
-    if run.accumulation == 1:  # then gradients are held in forwards too
-        sums = _device_nbytes(run.accumulated, run.stage, run.rank)["gradients"]
-    shares = [n for n in range(2, run.micro_batch + 1) if run.micro_batch % n == 0]
-    for parts in shares:
-        freed = run.activation_nbytes * (parts - 1) // parts - sums
-        if freed < missing and parts != shares[-1]:
-            continue
-        keys = {
-            "train_micro_batch_size_per_gpu": run.micro_batch // parts,
-            "gradient_accumulation_steps": run.accumulation * parts,
-        }
-        text = f"micro-batch {run.micro_batch // parts} instead of {run.micro_batch}, the same step"
-        yield Remedy(text, json.dumps(keys), freed, SLOWDOWNS["micro-batch"])
-        return
+    states = _device_nbytes(run.units, run.stage, run.rank)
+    gradients = states["gradients"]
+    params = _full(run, "param_nbytes", _LIVE_UNITS) if run.stage == 3 else 0
+    forward = params + run.activation_nbytes + (gradients if run.accumulation > 1 else 0)
+    reduced = _full(run, "grad_nbytes", live_units)
+    alone = all(unit.layout.num_shards == 1 for unit in run.units)
+    copies = (run.stage >= 2) + (not alone)
+    backward = params + gradients + block_nbytes + copies * reduced
+    casts = [
+        unit.master_nbytes * (unit.layout.shard_numel if run.stage else unit.layout.full_numel)
+        for unit in run.units
+    ]
+    update = gradients + max(casts, default=0)
+    return sum(states.values()) - gradients + max(forward, backward, update)
 
 
 def is_offloaded(section: Any) -> bool:

@@ -43,7 +43,6 @@ NOT_MODELLED = (
     "scratch memory inside kernels",
     "the update runs as torch operations; compiled and Triton updates need less temporary memory",
     "before the engine exists, everything counts as device memory, also state that goes to host or disk",
-    "what passes between memory and disk: with state on disk the peak of a step may be 2 to 4 times off",
     "other ranks are as far as this one; a rank that waits for others may need some more windows",
 )
 """What a plan does not contain."""
@@ -78,6 +77,23 @@ class StageNeeds:
 
 
 @dataclass(frozen=True)
+class Change:
+    """A change with which the run fits, by a simulation of it.
+
+    ``line``: of the configuration as JSON, or of the program. ``peak_nbytes``: with it, and
+    ``freed_nbytes``: how much lower that is. ``slowdown``: how much longer a step takes, as a part of it;
+    ``predicted``: on the machine of the plan, otherwise it is assumed.
+    """
+
+    text: str
+    line: str
+    peak_nbytes: int
+    freed_nbytes: int
+    slowdown: float
+    predicted: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """What one rank of a run needs. ``limit_nbytes``: device memory of a rank; None: not given.
 
@@ -89,7 +105,7 @@ class Plan:
     ``one_more_nbytes``: the peak with one more sample in the micro-batch; None: not asked for.
     ``peak_phase`` and ``peak_nbytes``: the highest peak on the device, ``init`` included; on a serial
     machine, which is a CPU, of device and host together, as they are one memory there. ``assumed``: what
-    the planner chose itself.
+    the planner chose itself. ``changes``: each makes the run fit; None: they were not looked for.
     """
 
     model: str
@@ -107,6 +123,7 @@ class Plan:
     stages: tuple[StageNeeds, ...] = ()
     stage_times: tuple[StepTime, ...] = ()
     of_stages: tuple[Simulation, ...] = ()
+    changes: tuple[Change, ...] | None = None
 
     @property
     def peaks(self) -> Mapping[str, int]:
@@ -146,6 +163,7 @@ class Plan:
         """Everything, for JSON. Sizes in bytes, traffic in elements."""
         found = self.simulation
         name, top = highest(found.moments)
+        read, written = found.swapped
         return {
             "model": self.model, "target": self.target, "parameters": found.params_numel,
             "mesh": self.mesh.text, "ranks": self.mesh.world_size, "rank": found.rank,
@@ -164,6 +182,10 @@ class Plan:
             "largest": [asdict(holding) for holding in found.largest],
             "pipeline_stages": self._stages_as_dicts(),
             "traffic": [asdict(row) for row in found.traffic],
+            "disk": {
+                "file_nbytes": found.file_nbytes, "read_nbytes": read, "written_nbytes": written,
+            },
+            "changes": None if self.changes is None else list(map(asdict, self.changes)),
             "checkpoint": None if found.checkpoint is None else asdict(found.checkpoint),
             "time": None if self.time is None else self.time.as_dict(),
             "assumed": list(self.assumed), "not_modelled": list(self.not_modelled),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from zeroshard.planner.candidates import Fit, Judged, StrategyKind
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
-from zeroshard.planner.plan import Plan
+from zeroshard.planner.plan import Change, Plan
 from zeroshard.planner.simulate import highest
 from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.timeline import blocks, timeline
@@ -147,6 +147,8 @@ def headline(plan: Plan) -> str:
 def _parts(plan: Plan) -> Iterator[str | Table]:
     found = plan.simulation
     yield headline(plan)
+    if plan.changes is not None:
+        yield from change_lines(plan.changes)
     if plan.one_more_nbytes is not None and plan.limit_nbytes is not None:
         over = plan.one_more_nbytes - plan.limit_nbytes
         yield (
@@ -171,6 +173,12 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
     yield f"over the step ({phases}): {blocks(points)}"
     yield _largest(plan)
     yield _traffic(plan)
+    if found.file_nbytes:
+        read, written = found.swapped
+        yield (
+            f"disk: {found.file_nbytes:,} bytes of files; a step reads {read:,} bytes and writes "
+            f"{written:,}"
+        )
     if found.checkpoint is not None:
         yield checkpoint_line(found.checkpoint)
     if plan.time is not None:
@@ -183,6 +191,24 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
         yield "  - the time of a step: no --machine was given"
     else:
         yield from (f"  - of the time: {line}" for line in plan.time.not_modelled)
+
+
+def change_lines(changes: Sequence[Change]) -> Iterator[str]:
+    """Changes with which the run fits, in sentences."""
+    if not changes:
+        yield (
+            "no single change of stage, micro-batch, activation checkpointing or offload makes it fit; "
+            "--fit speed looks at all combinations"
+        )
+        return
+    yield "each of these changes makes it fit, by a simulation; in the order of slowdown per byte:"
+    for number, each in enumerate(changes, start=1):
+        how = "predicted" if each.predicted else "assumed"
+        yield (
+            f"  {number}. {each.text}: peak {each.peak_nbytes / GIB:.2f} GiB, "
+            f"{each.freed_nbytes / GIB:.2f} less; a step takes {each.slowdown:+.0%} ({how})"
+        )
+        yield f"     {each.line}"
 
 
 def checkpoint_line(needs: CheckpointNeeds) -> str:

@@ -27,6 +27,8 @@ from zeroshard.config.parse import read_source
 from zeroshard.core.mesh import DIMS, HOLDERS, SHARDS, Mesh
 from zeroshard.engine.build import gathers_while_reducing
 from zeroshard.engine.engine import Engine
+from zeroshard.engine.out_of_memory import run_of
+from zeroshard.engine.remedies import Run
 from zeroshard.engine.report import OUTSIDE, MemoryRow
 from zeroshard.errors import UsageError
 from zeroshard.parallel.pipeline_stage import Boundary
@@ -88,9 +90,9 @@ class Simulation:
     its update reads and writes. ``communicators``: that this rank would open on NCCL, besides the
     program's own. ``file_nbytes``: what its swap files reserve. ``swapped``: bytes that the step reads
     from them and writes. ``together``: of each phase, the most bytes of device and host memory at one
-    time; they are one memory on CPU ranks. ``starts``: of each micro-batch, how many
-    events come before it. ``checkpoint``: what saving and loading need, if that was asked for; then there
-    are moments "save" and "load" too.
+    time; they are one memory on CPU ranks. ``run``: what a failed allocation would know of it.
+    ``starts``: of each micro-batch, how many events come before it. ``checkpoint``: what saving and
+    loading need, if that was asked for; then there are moments "save" and "load" too.
     """
 
     mesh: Mesh
@@ -112,6 +114,7 @@ class Simulation:
     file_nbytes: int
     swapped: tuple[int, int]
     together: Mapping[str, int]
+    run: Run
     starts: tuple[int, ...] = ()
     checkpoint: CheckpointNeeds | None = None
 
@@ -403,8 +406,15 @@ def _result(
         engine.runtime.stores.file_nbytes,
         (read - before[0], written - before[1]),
         dict(watch.together),
+        run_of(engine, _activations(watch)),
         tuple(log.starts),
     )
+
+
+def _activations(watch: Allocations) -> int:
+    """What the engine does not hold at the peak of forward; of a pipeline, at most in the step."""
+    forward = watch.moments.get("forward")
+    return watch.activations_nbytes if forward is None else forward.activations_nbytes
 
 
 def _communicators(engine: Engine) -> int:

@@ -31,6 +31,7 @@ def plan_page(plan: Mapping[str, Any], config: str) -> str:
         "plan.html.j2",
         f"Plan of {plan['model']}",
         verdict=verdict(plan),
+        changes=[_change(row) for row in plan["changes"] or ()],
         facts=list(_facts(plan)),
         peak=list(_peak(plan)),
         largest=[_largest(row) for row in plan["largest"]],
@@ -51,6 +52,11 @@ def verdict(plan: Mapping[str, Any]) -> str:
     if plan["fits"]:
         return f"fits, {_size(spare)} to spare of {_size(limit)}; {peak}"
     return f"does not fit: {_size(-spare)} too much for {_size(limit)}; {peak}"
+
+
+def _change(row: Mapping[str, Any]) -> tuple[str, ...]:
+    how = "predicted" if row["predicted"] else "assumed"
+    return row["text"], row["line"], _size(row["peak_nbytes"]), f"{row['slowdown']:+.0%} ({how})"
 
 
 def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -79,6 +85,14 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             (
                 f"{sum(needs['files'].values()):,} bytes in {len(needs['files'])} file(s) of this rank; "
                 f"at most {_size(host)} of host memory to save or load it"
+            ),
+        )
+    if (disk := plan["disk"])["file_nbytes"]:
+        yield (
+            "disk",
+            (
+                f"{disk['file_nbytes']:,} bytes of files; a step reads {disk['read_nbytes']:,} bytes and "
+                f"writes {disk['written_nbytes']:,}"
             ),
         )
     if plan["one_more_nbytes"] is not None:
