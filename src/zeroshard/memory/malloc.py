@@ -18,7 +18,7 @@ LARGE_NBYTES = 16 << 20
 LARGE_OFFLOADED_NBYTES = 4 << 20
 """The same where state is offloaded on CPU ranks, to save as much as possible."""
 
-KEPT_NBYTES = 2 * LARGE_NBYTES
+KEPT_NBYTES = 64 << 20
 """Free memory at the end of the heap that stays, so that small activations cost no page faults."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h; setting one stops both from growing
