@@ -131,9 +131,8 @@ def _device_nbytes(units: Sequence[UnitBytes], stage: int, rank: int) -> dict[st
 
 def _freed(run: Run, changed: Run) -> int:
     """Bytes by which the peak becomes lower: the least that it is, minus the most that it becomes."""
-    live_units = (
-        _LIVE_UNITS if run.stage >= 2 else 1
-    )  # as many before as after if both reduce at once
+    # Where both reduce at once, as many units are full before as after.
+    live_units = _LIVE_UNITS if run.stage >= 2 else 1
     before = _peak(run, live_units=live_units, block_nbytes=0)
     return before - _peak(changed, live_units=_LIVE_UNITS, block_nbytes=changed.block_nbytes)
 
