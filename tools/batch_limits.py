@@ -19,7 +19,6 @@ memory, so the ranks communicate through p2p. Needs Transformers.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
 import gc
 import json
@@ -35,7 +34,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from plan_check import (
-    _M_MMAP_THRESHOLD,
     DEEP,
     LARGE,
     SMALL,
@@ -44,6 +42,7 @@ from plan_check import (
     _batch,
     build,
     planned,
+    return_all_blocks,
     settings,
     swap_folder,
 )
@@ -105,12 +104,11 @@ def _train_within(
     ``limit_nbytes``: None: any number. ``changes``: to the configuration. Returns the bytes that the
     process has more afterwards, without those that the engine counts.
     """
-    libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)  # else the process keeps what is freed
+    return_all_blocks()
     with _engine(replace(case, size=SMALL), folder) as engine:  # imports, threads, compiled kernels
         _steps(engine, SMALL)
         gc.collect()
-        libc.malloc_trim(0)
+        return_all_blocks()
         before = data_nbytes()
     dist.barrier()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -120,7 +118,7 @@ def _train_within(
         with _engine(case, folder, changes or {}) as engine:
             _steps(engine, case.size)
             gc.collect()
-            libc.malloc_trim(0)
+            return_all_blocks()
             counted: int = engine.runtime.ledger.totals()[0] + engine._watch.scratch_nbytes
             return max(0, data_nbytes() - before - counted)
     finally:

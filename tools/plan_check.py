@@ -436,6 +436,9 @@ LOOK_FROM_NBYTES, PAGE_NBYTES = 512 << 10, 4096
 
 def return_all_blocks() -> None:
     """Let the C library return freed blocks from 64 KiB on to the system, else the process has them."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(
+        64 << 10
+    )  # engines leave a limit that is chosen here
     libc = ctypes.CDLL("libc.so.6")
     libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
     libc.mallopt(_M_TRIM_THRESHOLD, 128 << 10)
@@ -478,7 +481,6 @@ def _train(case: Case, folder: str, steps: int, looks: Looks | None) -> None:
     model = build(case)()
     batch, _ = _batch(case.size)
     engine, *_ = zeroshard.initialize(model=model, config=settings(case, folder))
-    return_all_blocks()  # an engine sets higher limits
     for last in reversed(range(steps)):
         return_all_blocks()  # holes that the construction and earlier steps left in the heap
         with looks if looks is not None and not last else contextlib.nullcontext():
