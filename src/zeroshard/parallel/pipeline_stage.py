@@ -367,6 +367,8 @@ def open_schedule(
 ) -> Any:
     """torch's schedule over this rank's stages. ``loss(output, labels)`` is called on the last stage.
 
+    It returns a tensor that is no view: a backward detaches it in place.
+
     Raises:
         UnsupportedError: this version of torch lacks a name that is used here.
     """
