@@ -1,9 +1,9 @@
 """Searches a configuration that fits: stage, offload, mesh, checkpointing and micro-batch.
 
 The batch of a step stays: with more tensor ranks or pipeline stages each data-parallel rank has more
-samples. With a
-machine, candidates are ordered by the predicted time of a step (:mod:`zeroshard.planner.fit_time`).
-Without one they are ordered by how much they slow a step down, as far as this is known: first by
+samples. With a machine, candidates are ordered by the predicted time of a step
+(:mod:`zeroshard.planner.fit_time`). Without one they are ordered by how much they slow a step down, as
+far as this is known: first by
 :func:`~zeroshard.planner.candidates.kinds_by_experience`, then by larger micro-batches. The peak of a
 strategy grows with the micro-batch. So one simulation with one sample rules out a strategy that does not
 fit, and bisection finds the largest micro-batch of the first one that does: hundreds of candidates cost
