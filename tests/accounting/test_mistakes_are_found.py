@@ -6,7 +6,6 @@ Each mistake is made on purpose. The comparison is that of ``test_plans_and_runs
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -60,9 +59,8 @@ def observe(mistake: str, case: plan_check.Case, folder: str, path: str) -> None
     ("mistake", "phases"), [("activations", {"backward"}), ("masters", {"forward", "step"})]
 )
 def test_memory_that_a_run_keeps_by_mistake_is_above_the_plan(mistake, phases, tmp_path):
-    path = str(tmp_path / "found")
-    run_ranks(observe, 2, mistake, CASE, str(tmp_path), path)
-    real = pickle.loads(Path(path).read_bytes())  # our own file
+    run_ranks(observe, 2, mistake, CASE, str(tmp_path), str(tmp_path / "found"))
+    real = pickle.loads((tmp_path / "found.0").read_bytes())  # our own file
     off = plan_check.offs(real, plan_check.planned(CASE))
     assert {phase for phase, part in off.items() if part < -plan_check.TOLERANCE} >= phases, off
 
