@@ -22,6 +22,7 @@ import argparse
 import datetime
 import gc
 import json
+import os
 import re
 import resource
 import sys
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from plan_check import (
+    BLOCK_NBYTES,
     DEEP,
     LARGE,
     SMALL,
@@ -221,6 +223,7 @@ def main() -> None:
         "--remedies", action="store_true", help="apply what the error prints instead"
     )
     given = parser.parse_args()
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(BLOCK_NBYTES)  # ranks inherit it, engines leave it
     if given.remedies:
         found = try_remedies(REMEDIED)
         _write(given.out, found)

@@ -431,16 +431,16 @@ def _row(case: Case) -> dict[str, Any]:
 # ------------------------------------------------------------------ processes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+BLOCK_NBYTES = 64 << 10
+"""Freed blocks from this size on go back to the system."""
+
 LOOK_FROM_NBYTES, PAGE_NBYTES = 512 << 10, 4096
 
 
 def return_all_blocks() -> None:
-    """Let the C library return freed blocks from 64 KiB on to the system, else the process has them."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(
-        64 << 10
-    )  # engines leave a limit that is chosen here
+    """Let the C library return freed blocks to the system, else the process has them."""
     libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
+    libc.mallopt(_M_MMAP_THRESHOLD, BLOCK_NBYTES)
     libc.mallopt(_M_TRIM_THRESHOLD, 128 << 10)
     libc.malloc_trim(0)
 
@@ -610,6 +610,7 @@ def main() -> None:
     # MKL keeps buffers of its kernels: 6 to 7 MB in the first run of a process with such matrices, none
     # in the next one. No plan has them.
     os.environ["MKL_DISABLE_FAST_MM"] = "1"  # ranks inherit it
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(BLOCK_NBYTES)  # engines leave it
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     tables = {}
     for part in given.part or PARTS:
