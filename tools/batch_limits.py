@@ -185,9 +185,21 @@ def row_of(case: Case) -> dict[str, Any]:
 def remedies_row(case: Case) -> dict[str, Any]:
     """The changes that the error of one sample too much prints, and how a run with each of them ends."""
     less, more = (peak_nbytes(case, count) for count in (SAMPLES, SAMPLES + 1))
-    # Little is missing, so that more changes are enough.
-    limit_nbytes = more - (more - less) // 6 + unplanned_nbytes(case)
-    told = next(text for text in ends(case, SAMPLES + 1, limit_nbytes) if TOLD in text)
+    beside, told = unplanned_nbytes(case), ""
+    for parts in (
+        6,
+        4,
+        3,
+        2,
+    ):  # as little is missing as ends the run, so that more changes are enough
+        if not told:
+            limit_nbytes = more - (more - less) // parts + beside
+            found = ends(case, SAMPLES + 1, limit_nbytes)
+            told = next((text for text in found if TOLD in text), "")
+    if not told:
+        sys.exit(
+            f"{case.name}: {SAMPLES + 1} samples fit in {limit_nbytes} bytes, planned are {more}"
+        )
     rows = []
     for line in re.findall(r"^  \d\. .*\n     (.*)$", told, re.MULTILINE):
         checkpointed = case.checkpointed or "gradient_checkpointing_enable" in line
