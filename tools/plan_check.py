@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
@@ -430,7 +431,7 @@ def _row(case: Case) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ processes
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB = -1, -3, -6  # from malloc.h
 BLOCK_NBYTES = 64 << 10
 """Freed blocks from this size on go back to the system."""
 
@@ -491,8 +492,15 @@ def _train(case: Case, folder: str, steps: int, looks: Looks | None) -> None:
     engine.close()
 
 
-def _grow(case: Case, folder: str) -> int:
+def write_all_blocks() -> None:
+    """Let the C library write every block when it is allocated, so that all its pages are in memory."""
+    ctypes.CDLL("libc.so.6").mallopt(_M_PERTURB, 1)
+
+
+def _grow(case: Case, folder: str, written: bool) -> int:
     """By how much the process of this rank grows in the last of three steps, at most."""
+    if written:
+        write_all_blocks()
     return_all_blocks()
     looks = Looks()
     _train(replace(case, size=SMALL), folder, 2, None)  # imports, threads, compiled kernels
@@ -512,10 +520,14 @@ def _grow(case: Case, folder: str) -> int:
     return grown
 
 
-def process_row(case: Case) -> dict[str, Any]:
-    """A run that is not followed, the mean growth of its processes, and its plan."""
+def process_row(case: Case, *, written: bool = False) -> dict[str, Any]:
+    """A run that is not followed, the mean growth of its processes, and its plan.
+
+    ``written``: all pages of a block count from its allocation on, as on a GPU; otherwise those that
+    have been written.
+    """
     with swap_folder() as folder:
-        grown = run_ranks(_grow, case.ranks, case, folder, timeout=500)
+        grown = run_ranks(_grow, case.ranks, case, folder, written, timeout=500)
     plan = whole_peak(planned(case))
     mean = sum(grown) / len(grown)
     off = plan / mean - 1
@@ -552,12 +564,15 @@ def init_row(case: Case) -> dict[str, Any]:
 # ------------------------------------------------------------------ the page
 
 
+_PROCESSES = [replace(case, size=LARGE) for case in covering()]
+
 PARTS: dict[str, tuple[list[Case], Callable[[Case], dict[str, Any]]]] = {
     "tensors": (ALL, tensor_row),
     "cut": (CUT, tensor_row),
     "pipeline": (PIPED, stages_row),
     "disk": (ON_DISK, tensor_row),
-    "process": ([replace(case, size=LARGE) for case in covering()], process_row),
+    "process": (_PROCESSES, process_row),
+    "process written": (_PROCESSES, partial(process_row, written=True)),
     "disk process": ([replace(case, size=LARGE) for case in ON_DISK], process_row),
     "init": (
         [Case(family, 3, False, ranks=ranks, size=DEEP) for family in FAMILIES for ranks in (2, 3)],

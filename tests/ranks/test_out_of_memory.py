@@ -9,9 +9,8 @@ import kit
 import pytest
 import torch
 import torch.distributed as dist
-from support.remedies import applied
+from support.remedies import Block, Recomputing, applied
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from zeroshard import Engine
 from zeroshard.memory.storage import resize
@@ -94,35 +93,14 @@ def test_a_forward_that_ends_in_the_middle_is_told_with_its_place():
     assert '{"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 8}' in text
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).tanh())
-
-
-class Net(nn.Module):
-    """Blocks that can recompute, as those of Transformers."""
-
+class Net(Recomputing):
     def __init__(self, width: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(Block(width) for _ in range(DEPTH))
-        self.is_gradient_checkpointing = False
-
-    def gradient_checkpointing_enable(self) -> None:
-        self.is_gradient_checkpointing = True
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = (
-                checkpoint(block, x, use_reentrant=False)
-                if self.is_gradient_checkpointing
-                else block(x)
-            )
-        return x
+        return self.through(x)
 
 
 SCENARIOS = {

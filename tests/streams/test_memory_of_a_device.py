@@ -8,9 +8,8 @@ from typing import Any
 import kit
 import pytest
 import torch
-from support.remedies import applied
+from support.remedies import Block, Recomputing, applied
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from zeroshard import Engine
 from zeroshard.errors import HostMemoryError
@@ -20,34 +19,14 @@ from zeroshard.testing.streams import pretend_cuda
 WIDTH, DEPTH = 64, 8
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return x_TD + self.down(self.up(x_TD).tanh())
-
-
-class Net(nn.Module):
-    """Blocks that can recompute, as those of Transformers."""
-
+class Net(Recomputing):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.is_gradient_checkpointing = False
-
-    def gradient_checkpointing_enable(self) -> None:
-        self.is_gradient_checkpointing = True
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(DEPTH))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        for block in self.blocks:
-            if self.is_gradient_checkpointing:
-                x_TD = checkpoint(block, x_TD, use_reentrant=False)
-            else:
-                x_TD = block(x_TD)
-        return x_TD
+        return self.through(x_TD)
 
 
 def trained(

@@ -1,20 +1,44 @@
-"""Applies a change that the message of a failed allocation prints."""
+"""What tests of printed changes share: a model that can recompute, and a change applied to a run."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zeroshard.planner.changes import changed_keys, merged
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Recomputing(nn.Module):
+    """A model whose blocks can recompute their activations, as those of Transformers."""
+
+    blocks: nn.ModuleList
+    is_gradient_checkpointing = False
+
+    def gradient_checkpointing_enable(self) -> None:
+        self.is_gradient_checkpointing = True
+
+    def through(self, x: Tensor) -> Tensor:
+        """``x`` after all blocks."""
+        for block in self.blocks:
+            recomputed = self.is_gradient_checkpointing
+            x = checkpoint(block, x, use_reentrant=False) if recomputed else block(x)
+        return x
 
 
 def applied(line: str | None, config: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """The configuration after the change ``line``, which may be a call on ``model``. None: no change."""
-    changed = {**config, "zero_optimization": dict(config["zero_optimization"])}
-    if line is not None and line.startswith("model."):
+    line = line or "{}"
+    if line.startswith("model."):
         getattr(model, line.removeprefix("model.").removesuffix("()"))()
-    elif line is not None:
-        keys = json.loads(line)
-        changed["zero_optimization"] |= keys.pop("zero_optimization", {})
-        changed |= keys
-    return changed
+    return merged(config, changed_keys(line))

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.remedies import applied
+from support.remedies import Block, Recomputing, applied
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
@@ -20,33 +19,15 @@ from zeroshard.planner.plan import Plan, make_plan
 RANKS, LENGTH = 4, 32
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).tanh())
-
-
-class Words(nn.Module):
-    """Blocks that can recompute, as those of Transformers."""
-
+class Words(Recomputing):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(32, width), nn.Linear(width, 32)
         self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.is_gradient_checkpointing = False
-
-    def gradient_checkpointing_enable(self) -> None:
-        self.is_gradient_checkpointing = True
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.table(input_ids)
-        for block in self.blocks:
-            recomputed = self.is_gradient_checkpointing
-            x = checkpoint(block, x, use_reentrant=False) if recomputed else block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        logits = self.head(self.through(self.table(input_ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def wide() -> nn.Module:

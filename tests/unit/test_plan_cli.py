@@ -188,7 +188,10 @@ def test_check_tells_by_its_exit_code_whether_the_run_fits(run):
     assert too_small.exit_code == 3
     assert too_small.stdout.startswith("does not fit: ")
     assert "on rank 0" in too_small.stdout
-    assert "no single change of stage, micro-batch, activation checkpointing" in too_small.stdout
+    told = "no single change of stage, micro-batch, activation checkpointing"
+    assert told not in too_small.stdout
+    without = run("nets_to_plan:plain", "--memory", "0.00001")
+    assert without.exit_code == 0 and told in without.stdout
 
 
 def test_what_passes_to_the_disk_is_told(run, tmp_path):

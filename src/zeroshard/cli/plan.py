@@ -99,7 +99,11 @@ def plan_command(
     ] = None,
     as_json: AsJson = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit with 3 if the run does not fit --memory.")
+        bool,
+        typer.Option(
+            "--check",
+            help="Exit with 3 if the run does not fit --memory, and do not look for changes.",
+        ),
     ] = False,
 ) -> None:
     """Say what a run needs in memory and traffic, without running it. Nothing is downloaded."""
@@ -165,15 +169,11 @@ def plan_command(
                 model, Path(config), ranks=ranks, micro_batch=samples, length=seq, memory_gib=memory,
                 machine=computer, target=kind, with_events=trace is not None,
             )  # fmt: skip
-            found = with_changes(
-                found,
-                model,
-                Path(config),
-                length=seq,
-                memory_gib=memory,
-                machine=computer,
-                target=kind,
-            )
+            if not check:  # changes cost several more simulations
+                found = with_changes(
+                    found, model, Path(config), length=seq, memory_gib=memory, machine=computer,
+                    target=kind,
+                )  # fmt: skip
         _write(found, Path(config).read_text(), html, trace)
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))

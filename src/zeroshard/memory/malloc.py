@@ -4,7 +4,8 @@ By default glibc keeps freed blocks of up to 32 MB in its heap (the threshold gr
 blocks). Shards, full units, gradients and logits of that size, freed between small activations, leave
 holes in which nothing of their size fits, and the heap grows from step to step (ADR 0008).
 
-What the user chose in the environment (``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) stays.
+If the user chose one of both limits in the environment (``MALLOC_MMAP_THRESHOLD_``,
+``MALLOC_TRIM_THRESHOLD_`` or ``GLIBC_TUNABLES``), both stay as they are.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ KEPT_NBYTES = 64 << 20
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h; setting one stops both from growing
 
-_set_nbytes: list[int] = []
-"""Thresholds that this process has set. The smallest one holds."""
+_set_nbytes: set[int] = set()
+"""Thresholds that engines of this process have set. The smallest one holds."""
 
 
 def return_large_blocks(*, offloaded: bool) -> bool:
@@ -36,7 +37,7 @@ def return_large_blocks(*, offloaded: bool) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or _user_chose():
         return False
-    _set_nbytes.append(LARGE_OFFLOADED_NBYTES if offloaded else LARGE_NBYTES)
+    _set_nbytes.add(LARGE_OFFLOADED_NBYTES if offloaded else LARGE_NBYTES)
     worked = mallopt(_M_MMAP_THRESHOLD, min(_set_nbytes)) == 1
     if LARGE_OFFLOADED_NBYTES not in _set_nbytes:
         worked &= mallopt(_M_TRIM_THRESHOLD, KEPT_NBYTES) == 1
@@ -45,4 +46,8 @@ def return_large_blocks(*, offloaded: bool) -> bool:
 
 def _user_chose() -> bool:
     tuned = os.environ.get("GLIBC_TUNABLES", "")
-    return "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc.mmap_threshold" in tuned
+    return any(
+        f"MALLOC_{limit}_THRESHOLD_" in os.environ
+        or f"glibc.malloc.{limit.lower()}_threshold" in tuned
+        for limit in ("MMAP", "TRIM")
+    )

@@ -100,9 +100,9 @@ class Plan:
 
     ``own_batch``: the batch came with the model. ``stages``: one rank of each pipeline stage; none
     without a pipeline. ``simulation`` is of the one with the highest peak.
-    ``time``: the seconds of a step; None: no machine was given. ``stage_times``: of each of
-    ``stages``. ``target``: the kind of device whose
-    operations were planned.
+    ``time``: the seconds of a step; None: no machine was given. ``stage_times``: of each of ``stages``.
+    ``of_stages``: their simulations; without a pipeline, that of rank 0. ``target``: the kind of device
+    whose operations were planned.
     ``one_more_nbytes``: the peak with one more sample in the micro-batch; None: not asked for.
     ``peak_phase`` and ``peak_nbytes``: the highest peak on the device, ``init`` included; on a serial
     machine, which is a CPU, of device and host together, as they are one memory there. ``assumed``: what
