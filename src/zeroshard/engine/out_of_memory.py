@@ -19,7 +19,14 @@ from zeroshard.core.ledger import RESTING, TEMPORARY, TRANSPORT, Ledger
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.device.choice import ops_of
-from zeroshard.engine.remedies import Remedy, Run, accumulating, is_offloaded, remedies
+from zeroshard.engine.remedies import (
+    Remedy,
+    Run,
+    accumulating,
+    enough_nbytes,
+    is_offloaded,
+    remedies,
+)
 from zeroshard.launch.cgroup import read_peak_rss_nbytes, read_rss_nbytes
 from zeroshard.memory.host_limits import host_limits
 
@@ -119,7 +126,8 @@ def explain(engine: Any, error: BaseException, phase: str) -> None:
             f"{part:.0%} of the blocks had run, so a whole forward would hold about {_mib(whole)} MiB of "
             "others."
         )
-    lines += _advice(remedies(run_of(engine, whole), missing), missing)
+    run = run_of(engine, whole)
+    lines += _advice(remedies(run, missing), missing, enough_nbytes(run, missing))
     error.args = ("\n".join([str(error.args[0]), *lines]), *error.args[1:])
 
 
@@ -199,7 +207,7 @@ def _table(engine: Any, activations: int) -> Iterator[str]:
         yield f"  {host_limits().in_words()}"
 
 
-def _advice(found: Sequence[Remedy], asked: int) -> Iterator[str]:
+def _advice(found: Sequence[Remedy], missing: int, enough: int) -> Iterator[str]:
     if not found:
         yield (
             "No change of stage, micro-batch or offload frees memory here. More ranks, or a smaller or "
@@ -207,8 +215,8 @@ def _advice(found: Sequence[Remedy], asked: int) -> Iterator[str]:
         )
         return
     yield "Changes that free memory, in the order of assumed slowdown per byte:"
-    if found[0].freed_nbytes < asked:
-        yield f"  (none of them alone frees the {_mib(asked)} MiB that are missing)"
+    if found[0].freed_nbytes < enough:
+        yield f"  (none of them alone is sure to free the {_mib(missing)} MiB that are missing)"
     for number, each in enumerate(found, start=1):
         yield f"  {number}. {each.text}: frees about {_mib(each.freed_nbytes)} MiB"
         yield f"     {each.line}"

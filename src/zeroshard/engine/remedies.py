@@ -33,6 +33,9 @@ CHECKPOINTED = 0.5
 _KEPT = 0.3
 """The part that it keeps beside one block: inputs of blocks, and what is outside of them."""
 
+TOO_MUCH = 0.02
+"""The part of the peak by which a change may free less than the arithmetic says."""
+
 _LIVE_UNITS = 3
 """Units that are full at a time, at most: the one in use, the next one, and one that is reduced."""
 
@@ -72,17 +75,27 @@ class Remedy:
 
 
 def remedies(run: Run, missing_nbytes: int, count: int = 3) -> list[Remedy]:
-    """The changes that free ``missing_nbytes``, by assumed slowdown per byte; at most ``count``.
+    """The changes that free :func:`enough_nbytes`, by assumed slowdown per byte; at most ``count``.
 
-    If no change alone frees as much, those that free something. Of the smaller micro-batches, the largest
-    that frees enough.
+    If no change alone frees as much, those that free ``missing_nbytes``, or else that free something. Of
+    the smaller micro-batches, the largest that frees enough.
     """
-    sizes = [each for each in smaller_batches(run) if each.freed_nbytes > 0]
-    batch = next((each for each in sizes if each.freed_nbytes >= missing_nbytes), None)
-    found = [each for each in changes(run) if each.freed_nbytes > 0]
-    found += sizes[-1:] if batch is None else [batch]
-    enough = [each for each in found if each.freed_nbytes >= missing_nbytes]
-    return sorted(enough or found, key=lambda each: each.slowdown / each.freed_nbytes)[:count]
+    sizes, others = (
+        [each for each in found if each.freed_nbytes > 0]
+        for found in (smaller_batches(run), changes(run))
+    )
+    for wanted in (enough_nbytes(run, missing_nbytes), missing_nbytes):
+        batch = [each for each in sizes if each.freed_nbytes >= wanted][:1]
+        if found := [each for each in others if each.freed_nbytes >= wanted] + batch:
+            break
+    else:
+        found = others + sizes[-1:]
+    return sorted(found, key=lambda each: each.slowdown / each.freed_nbytes)[:count]
+
+
+def enough_nbytes(run: Run, missing_nbytes: int) -> int:
+    """Bytes that a change must free by the arithmetic, so that ``missing_nbytes`` are free in the run."""
+    return missing_nbytes + int(TOO_MUCH * _peak(run, live_units=1, block_nbytes=0))
 
 
 def changes(run: Run) -> Iterator[Remedy]:
