@@ -402,13 +402,14 @@ def _build_runtime(
     specs, optimizer = draft.specs, draft.optimizer
     stage = STAGES[config.zero_optimization.stage]
     in_order = _in_order(specs)
+    copies = has_copy_streams(draft.device)
     offload_plan = plan_offload(
         {spec.name: spec.layout for spec in in_order},
         {spec.name: spec.row for spec in in_order if spec.trainable and optimizer is not None},
         config,
         rank_of={spec.name: gathers_of(spec, watch).rank for spec in specs}.__getitem__,
         whole=not all(probe.elementwise for probe in draft.probes.values()),
-        has_copy_streams=has_copy_streams(draft.device),
+        has_copy_streams=copies,
     )
     plan = plan_bytes(
         specs,
@@ -424,7 +425,7 @@ def _build_runtime(
         for spec, row in zip(specs, plan, strict=True)
     ]
     forecast = []
-    check_device(offload_plan, draft.device)
+    check_device(offload_plan, has_copy_streams=copies)
     if offload_plan.is_offloaded:
         planned = state_nbytes(plan, stage, comm.rank)
         forecast = check_capacity(
@@ -434,7 +435,7 @@ def _build_runtime(
                 offload_plan,
                 draft.probes,
                 shards_params=stage.shards_params,
-                has_copy_streams=has_copy_streams(draft.device),
+                has_copy_streams=copies,
             ),
         )  # fmt: skip
     if draft.device.type != "cpu" or not offload_plan.is_offloaded:

@@ -6,6 +6,7 @@ It is written while backward goes on and read ahead of its use (ADR 0008). Lette
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -41,6 +42,38 @@ class GradStore(Protocol):
 
     def free(self) -> None:
         """Drop the gradient, which is used up."""
+
+
+class PlannedGradStore:
+    """A unit's reduced gradient in the host memory of a GPU, in a plan: it takes no memory of its own.
+
+    ``memory()``: the copy buffers, uint8 and fake. All gradients begin where they begin, since fake
+    tensors have no values.
+    """
+
+    every_backward = False
+
+    def __init__(self, memory: Callable[[], Tensor]) -> None:
+        self._memory = memory
+        self._values_S: Tensor | None = None
+
+    def write(self, values_S: Tensor) -> None:
+        """See :class:`GradStore`."""
+        self._values_S = self._memory()[: values_S.nbytes].view(values_S.dtype)
+
+    def prefetch(self) -> None:
+        """Does nothing: the update uses the gradient in host memory."""
+
+    def acquire(self) -> Tensor:
+        """The gradient ``[S]``, in host memory."""
+        assert self._values_S is not None
+        return self._values_S
+
+    peek = acquire
+
+    def free(self) -> None:
+        """Drop the gradient."""
+        self._values_S = None
 
 
 class DiskGradStore:

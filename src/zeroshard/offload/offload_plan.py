@@ -157,13 +157,13 @@ def grad_itemsizes(
     return summed if many else 0, row.reduce.itemsize
 
 
-def check_device(offload_plan: OffloadPlan, device: torch.device) -> None:
+def check_device(offload_plan: OffloadPlan, *, has_copy_streams: bool) -> None:
     """Refuse a plan with parameters off the GPU and their optimizer state on it.
 
     Raises:
         UnsupportedError: ``offload_plan`` has such a unit.
     """
-    if device.type == "cpu":
+    if not has_copy_streams:
         return
     for name in offload_plan.rows:
         spans = offload_plan.spans_of(name)

@@ -5,13 +5,15 @@ They follow the plan of :mod:`zeroshard.offload.offload_plan`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.env import RankInfo
@@ -23,7 +25,7 @@ from zeroshard.device.copy_streams import CopyStreams, CudaCopyStreams
 from zeroshard.device.pinned import HostArena, slot_nbytes
 from zeroshard.memory.malloc import return_large_blocks
 from zeroshard.memory.storage import WEIGHTS_NBYTES, WEIGHTS_OWNER, weights_for
-from zeroshard.offload.grad_store import GradStore
+from zeroshard.offload.grad_store import GradStore, PlannedGradStore
 from zeroshard.offload.host_chunk import HostStaging
 from zeroshard.offload.offload_plan import (
     OffloadPlan,
@@ -39,13 +41,28 @@ from zeroshard.offload.tier_stores import ChunkMemory, FakeStores, TierOpening, 
 from zeroshard.optim.factory import Probe
 from zeroshard.optim.fused_update import threads_for
 
+_COPY_BUFFERS = "copy buffers of host chunks"
+
 PATIENCE_S = 10.0
 """How long copies are waited for after an error. They take less than a second unless a rank is lost."""
 
 
+_plans_apart: list[bool] = []
+
+
+@contextlib.contextmanager
+def host_memory_apart(apart: bool) -> Iterator[None]:
+    """Inside, engines of fake tensors plan for devices whose memory is not that of the host, if ``apart``."""
+    _plans_apart.append(apart)
+    try:
+        yield
+    finally:
+        _plans_apart.pop()
+
+
 def has_copy_streams(device: torch.device) -> bool:
     """Whether host memory differs from the device's memory."""
-    return ops_of(device).is_async
+    return ops_of(device).is_async or any(_plans_apart[-1:])
 
 
 def make_copy_streams(device: torch.device, *, copies: bool) -> CopyStreams | None:
@@ -71,12 +88,14 @@ class Stores:
         self._device = device
         self.is_delayed = self._optimizer is not None and self._optimizer.delayed_update
         self._arenas: list[HostArena] = []
+        self._copy_buffers: Tensor | None = None  # in a plan for a GPU
         self.streams: CopyStreams | None = None
         if offload_plan.is_offloaded and not self._is_fake:
             self.streams = make_copy_streams(device, copies=self.is_delayed)
         self._watched: list[WatchedShard] = []  # shards that are not on the device
         in_file = any(tier.only_in_use for tier in offload_plan.params.values())
-        if self.streams is not None or in_file:
+        has_copies = offload_plan.is_offloaded and has_copy_streams(device)
+        if self.streams is not None or in_file or has_copies:
             ledger.hold("scratch", WEIGHTS_OWNER, WEIGHTS_NBYTES)
             self._weights = weights_for(torch.empty(0, device=device))
         if device.type == "cpu" and (offload_plan.grads or in_file):
@@ -108,7 +127,12 @@ class Stores:
         return self.stores_of(self._offload_plan.tier_of(unit))
 
     def grad_store_of(self, unit: str, nbytes: int) -> GradStore | None:
-        """The store for the unit's reduced gradient of ``nbytes``; None: it stays in its buffer."""
+        """The store for the unit's reduced gradient of ``nbytes``; None: it stays in its buffer.
+
+        On a GPU, a gradient that is used in host memory gets its store when the optimizer is built.
+        """
+        if self._is_fake and unit in self._offload_plan.sent:
+            return PlannedGradStore(self._planned_copy_buffers)
         tier = self._offload_plan.grads.get(unit)
         return None if tier is None else self.stores_of(tier).grad_store(unit, nbytes)
 
@@ -134,10 +158,8 @@ class Stores:
         streams = self.streams
         if streams is None or not self._offload_plan.is_updated_off_device:
             return None
-        nbytes = dict.fromkeys(("master", "scratch"), 0)
-        for category, numel, dtype in host_sizes(self._offload_plan):
-            nbytes[category] += slot_nbytes(numel, dtype)
-        self._ledger.hold("scratch", "copy buffers of host chunks", nbytes["scratch"], Tier.HOST)
+        nbytes = self._host_nbytes()
+        self._ledger.hold("scratch", _COPY_BUFFERS, nbytes["scratch"], Tier.HOST)
         pins = self._optimizer is not None and self._optimizer.pin_memory
         arena = HostArena(sum(nbytes.values()), pins)
         self._arenas.append(arena)
@@ -148,6 +170,21 @@ class Stores:
             grad_itemsize=grad_itemsize(self._offload_plan),
             shared_nbytes=shared_nbytes(self._offload_plan),
         )
+
+    def _host_nbytes(self) -> dict[str, int]:
+        """Bytes of pinned memory for the update in host memory, by category of the ledger."""
+        nbytes = dict.fromkeys(("master", "scratch"), 0)
+        for category, numel, dtype in host_sizes(self._offload_plan):
+            nbytes[category] += slot_nbytes(numel, dtype)
+        return nbytes
+
+    def _planned_copy_buffers(self) -> Tensor:
+        """The copy buffers of a plan for a GPU, uint8 and fake, from their first use on."""
+        if self._copy_buffers is None:
+            nbytes = self._host_nbytes()["scratch"]
+            self._ledger.hold("scratch", _COPY_BUFFERS, nbytes, Tier.HOST)
+            self._copy_buffers = torch.empty(nbytes, dtype=torch.uint8)
+        return self._copy_buffers
 
     @property
     def uses_disk(self) -> bool:
@@ -207,7 +244,7 @@ class Stores:
         tiers = self._opened.values()
         for arena in [*self._arenas, *(arena for opened in tiers for arena in opened.arenas)]:
             arena.close() if is_idle else arena.keep_locked()
-        self._ledger.hold("scratch", "copy buffers of host chunks", 0, Tier.HOST)
+        self._ledger.hold("scratch", _COPY_BUFFERS, 0, Tier.HOST)
         self._ledger.hold("scratch", WEIGHTS_OWNER, 0)
         for opened in self._opened.values():
             opened.close()

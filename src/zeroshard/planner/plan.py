@@ -56,8 +56,7 @@ NOT_MODELLED_OF: Mapping[Target, str] = {
     "cpu": "attention takes the form that torch chooses on the CPU, which keeps its scores if it has "
     "dropout or a learned mask, where fused kernels of a GPU do not: for a GPU use --target cuda",
     "cuda": "convolutions, recurrent layers and nn.RMSNorm keep what they keep on the CPU; products of a "
-    "GPU may need a workspace; with the optimizer in host memory, reduced gradients count on the device "
-    "until the update, and a GPU copies them to the host during backward",
+    "GPU may need a workspace; what an update in host memory needs for a moment counts on the device",
 }
 """What a plan for a kind of device does not contain."""
 

@@ -31,6 +31,7 @@ from zeroshard.engine.out_of_memory import run_of
 from zeroshard.engine.remedies import Run
 from zeroshard.engine.report import OUTSIDE, MemoryRow
 from zeroshard.errors import UsageError
+from zeroshard.offload.stores import host_memory_apart
 from zeroshard.parallel.pipeline_stage import Boundary
 from zeroshard.parallel.schedules import SCHEDULES, idle, live
 from zeroshard.parallel.split import PipelineModel
@@ -165,7 +166,8 @@ def simulate(
     config = {key: value for key, value in read_source(config)[0].items() if key != "preemption"}
     log = StepLog()
     watch = Allocations(log.note)
-    with lone_rank(rank, mesh.world_size), kernels_of(target), fake_tensors(), watch:
+    apart = host_memory_apart(target != "cpu")
+    with lone_rank(rank, mesh.world_size), kernels_of(target), apart, fake_tensors(), watch:
         inputs, labels = tree_map_only(torch.Tensor, _fake_like, (inputs, labels))
         model = build()
         arriving: Mapping[int, Sequence[Boundary]] = {}
