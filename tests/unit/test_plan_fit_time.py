@@ -70,11 +70,11 @@ NAME = f"{__name__}:words"
 ARGS: dict[str, Any] = {"ranks": 4, "length": LENGTH}
 
 
-def small_llama(folder: Path, layers: int) -> str:
+def small_llama(folder: Path, *, layers: int, width: int) -> str:
     transformers = pytest.importorskip("transformers")
     transformers.LlamaConfig(
-        hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
-        intermediate_size=128, vocab_size=128, dtype="bfloat16", architectures=["LlamaForCausalLM"],
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
+        intermediate_size=2 * width, vocab_size=128, dtype="bfloat16", architectures=["LlamaForCausalLM"],
     ).save_pretrained(folder)  # fmt: skip
     return str(folder)
 
@@ -82,7 +82,7 @@ def small_llama(folder: Path, layers: int) -> str:
 @pytest.mark.timeout(600)  # 49 simulations
 def test_few_simulations_find_what_simulating_every_candidate_finds(tmp_path):
     """With one and two tensor ranks. Each limit of memory is a search of its own; plans are made once."""
-    llama = small_llama(tmp_path, layers=1)
+    llama = small_llama(tmp_path, layers=1, width=128)
     samples = {Sizes(tensor=1): 2, Sizes(tensor=2): 4}
     made: dict[Candidate, Any] = {}
 
@@ -143,7 +143,7 @@ LOSSES_NBYTES = 64
 
 def test_pipelines_are_searched_like_simulating_every_candidate(tmp_path, monkeypatch):
     """With one and two stages; every candidate is simulated with all micro-batches of its step."""
-    llama = small_llama(tmp_path, layers=2)
+    llama = small_llama(tmp_path, layers=2, width=64)
     monkeypatch.setattr(fit_time, "STRATEGIES", [(Strategy(0),), (Strategy(2),)])
     samples = {Sizes(pipeline=1): 2, Sizes(pipeline=2): 4}
     made: dict[Candidate, Any] = {}
