@@ -52,7 +52,7 @@ _plans_apart: list[bool] = []
 
 @contextlib.contextmanager
 def host_memory_apart(apart: bool) -> Iterator[None]:
-    """Inside, engines of fake tensors plan for devices whose memory is not that of the host, if ``apart``."""
+    """Inside, if ``apart``, engines of fake tensors plan for devices with memory of their own."""
     _plans_apart.append(apart)
     try:
         yield
