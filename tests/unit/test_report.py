@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from zeroshard.cli.main import main
 from zeroshard.errors import UsageError
 from zeroshard.report.curves import buckets, line_chart, thinned
-from zeroshard.report.page import expected_volume, make_page
+from zeroshard.report.page import CHARTS, expected_volume, make_page
 from zeroshard.report.record import read_record
 
 SCRIPT = "<script>alert(1)</script>"
@@ -116,6 +116,39 @@ def test_a_hundred_thousand_steps_are_two_megabytes_at_most(tmp_path):
     assert len(page.encode()) < 2_000_000
     assert time.process_time() - begin_s < 60  # 5 s where nothing else runs
     assert "The oldest and the newest 300 are shown." in page
+
+
+def test_a_page_of_sixty_engines_is_two_megabytes_at_most(tmp_path):
+    names = [name for chart in CHARTS for name in chart.names]
+    for number in range(60):
+        lines = [step(1, train_loss=number + 0.25), end(1, SCRIPT + "x" * 1000)]
+        if number >= 50:
+            lines = [
+                *(step(n, **{name: 2 + math.sin(n * n) for name in names}) for n in range(1, 2001)),
+                *(incident(n, "x" * 100) for n in range(1, 401)), end(2000),
+            ]  # fmt: skip
+        first = {**FIRST, "model": f"Net{number}", "time_s": 1e9 + number}
+        write(tmp_path, *lines, first=first).rename(tmp_path / f"steps-0-2-{number}.jsonl")
+    begin_s = time.process_time()
+    page = make_page(tmp_path)
+    assert len(page.encode()) < 2_000_000
+    assert time.process_time() - begin_s < 20  # 6 s where nothing else runs
+    assert re.findall(r"<h2>(Net\d+)</h2>", page) == [f"Net{n}" for n in range(55, 60)]
+    assert "60 engines were recorded. The newest 5 are shown in full" in page
+    assert re.findall(r"<td>steps-0-2-\d+.jsonl</td><td>(Net\d+)", page) == [
+        f"Net{n}" for n in range(55)
+    ]
+    assert "<td>7.25</td>" in page and "<script" not in page and "x" * 200 not in page
+    assert "The oldest and the newest 60 are shown." in page
+
+
+def test_a_page_of_few_engines_shows_all_of_them(tmp_path):
+    for number in range(5):
+        path = write(tmp_path, step(1, train_loss=2.5), end(1))
+        path.rename(tmp_path / f"steps-0-2-{number}.jsonl")
+    page = make_page(tmp_path)
+    assert page.count("<h2>GPT</h2>") == 5
+    assert "engines were recorded" not in page and "Other records" not in page
 
 
 def test_no_extreme_is_lost():

@@ -59,8 +59,16 @@ def thinned(points: Sequence[tuple[int, float]], count: int = BUCKETS) -> list[t
     return found
 
 
-def line_chart(curves: Mapping[str, Sequence[tuple[int, float]]], unit: str, *, log: bool) -> str:
+def line_chart(
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+    unit: str,
+    *,
+    log: bool,
+    count: int = BUCKETS,
+) -> str:
     """An SVG of curves over steps. ``log``: a logarithmic axis, if all values are positive.
+
+    At most ``2 * count`` points are drawn of a curve.
 
     Raises:
         UsageError: matplotlib is missing.
@@ -68,7 +76,7 @@ def line_chart(curves: Mapping[str, Sequence[tuple[int, float]]], unit: str, *, 
     figure, axes = _figure(2.4)
     positive = True
     for name, points in curves.items():
-        thin = thinned(points)
+        thin = thinned(points, count)
         positive = positive and all(value > 0 for _, value in thin if math.isfinite(value))
         axes.plot(*zip(*thin, strict=True), label=name, linewidth=1.0)
     if log and positive:

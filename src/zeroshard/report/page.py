@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroshard.report.curves import ROWS, bar_chart, buckets, line_chart
+from zeroshard.report.curves import BUCKETS, ROWS, bar_chart, buckets, line_chart
 from zeroshard.report.record import Points, RunRecord, evidence, quantiles, read_records
 from zeroshard.report.render import Figure, render
 
 MAX_INCIDENTS = 300
-"""The oldest and the newest are shown if there are more."""
+"""Incidents of a page. The oldest and the newest of each record are shown if there are more."""
+MAX_IN_FULL = 5
+"""Records with figures: the newest. They share ``BUCKETS`` and ``MAX_INCIDENTS``, for a small page."""
+MAX_IN_TABLE = 1000
+"""Other records in the table: the newest."""
+MAX_TEXT = 200
+"""Characters of a text in the table of other records."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +59,46 @@ CHARTS = (
 def make_page(folder: Path) -> str:
     """The page of a run as one HTML text without scripts, which loads nothing.
 
+    The newest ``MAX_IN_FULL`` records have figures, and share the points of curves; a table has a row of
+    each other one.
+
     Raises:
         UsageError: a record cannot be read, or matplotlib is missing.
     """
-    sections = [_section(record) for record in read_records(folder)]
+    records = read_records(folder)
+    others, shown = records[:-MAX_IN_FULL], records[-MAX_IN_FULL:]
     return render(
-        "page.html.j2", f"Run {folder.name}", sections=sections, evidence=evidence(folder)
+        "page.html.j2",
+        f"Run {folder.name}",
+        sections=[_section(record, 1 / len(shown)) for record in shown],
+        num_records=len(records),
+        num_others=len(others),
+        others=[_in_short(record) for record in others[-MAX_IN_TABLE:]],
+        evidence=evidence(folder),
     )
 
 
-def _section(record: RunRecord) -> dict[str, Any]:
-    """What the template shows of one record."""
+def _in_short(record: RunRecord) -> tuple[str, ...]:
+    """The row of a record that is not shown in full."""
+    losses = record.values.get("train_loss")
+    cells = (
+        record.path.name, record.title, _date(record.first["time_s"]), _duration(record.seconds),
+        f"{record.num_steps:,}", _number(losses[-1][1]) if losses else "",
+        f"{len(record.incidents):,}", record.ending,
+    )  # fmt: skip
+    return tuple(cell if len(cell) <= MAX_TEXT else f"{cell[: MAX_TEXT - 1]}…" for cell in cells)
+
+
+def _section(record: RunRecord, part: float) -> dict[str, Any]:
+    """What the template shows of one record, which gets this ``part`` of the points and incidents."""
     first = record.first
     rows = [tuple(map(str, row)) for row in first["config"]]
     return {
         "title": record.title,
         "facts": _facts(record),
-        "figures": _figures(record),
+        "figures": _figures(record, max(1, int(BUCKETS * part))),
         "times": _times(record),
-        "incidents": _incidents(record),
+        "incidents": _incidents(record, int(MAX_INCIDENTS * part)),
         "num_incidents": len(record.incidents),
         "given": [row for row in rows if row[2] != "default"],
         "defaults": [row for row in rows if row[2] == "default"],
@@ -102,7 +129,8 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _figures(record: RunRecord) -> list[Figure]:
+def _figures(record: RunRecord, count: int) -> list[Figure]:
+    """``count``: buckets of each curve."""
     found = []
     for chart in CHARTS:
         curves = {name: record.values[name] for name in chart.names if name in record.values}
@@ -110,13 +138,13 @@ def _figures(record: RunRecord) -> list[Figure]:
             v for _, v in curves.get("loss_scale", ())
         }
         if curves and not is_constant:
-            found.append(_over_steps(chart, curves))
+            found.append(_over_steps(chart, curves, count))
     if record.facts:
         found += [_memory(record), _traffic(record)]
     return found
 
 
-def _over_steps(chart: Chart, curves: dict[str, Points]) -> Figure:
+def _over_steps(chart: Chart, curves: dict[str, Points], count: int) -> Figure:
     rows = [
         (name, _span(bucket.first, bucket.last), *map(_number, bucket[2:5]), str(bucket.bad or ""))
         for name, points in curves.items()
@@ -125,7 +153,7 @@ def _over_steps(chart: Chart, curves: dict[str, Points]) -> Figure:
     bad = sum(bucket.bad for points in curves.values() for bucket in buckets(points, 1))
     return Figure(
         chart.title,
-        line_chart(curves, chart.unit, log=chart.log),
+        line_chart(curves, chart.unit, log=chart.log, count=count),
         ("value", "steps", "lowest", "mean", "highest", "not finite"),
         rows,
         f"{bad} values were not finite and are not drawn." if bad else "",
@@ -211,10 +239,11 @@ def _times(record: RunRecord) -> list[tuple[str, ...]]:
     return [(name, *map(_number, quantiles(record.values[name]))) for name in names]
 
 
-def _incidents(record: RunRecord) -> list[tuple[str, str, str]]:
+def _incidents(record: RunRecord, count: int) -> list[tuple[str, str, str]]:
+    """At most ``count``, which is 2 or more."""
     found = record.incidents
-    if len(found) > MAX_INCIDENTS:
-        found = [*found[: MAX_INCIDENTS // 2], *found[-MAX_INCIDENTS // 2 :]]
+    if len(found) > count:
+        found = [*found[: count // 2], *found[-(count // 2) :]]
     return [(str(step), _date(time_s), text) for step, time_s, text in found]
 
 
