@@ -70,7 +70,7 @@ def test_the_page_of_a_plan(tmp_path):
     plan = make_plan(
         "plan_model:factory", plan_model.config(), ranks=4, machine=load_machine("h100")
     )
-    page = plan_page(plan.as_dict(), json.dumps(plan_model.config()))
+    page = plan_page(plan.as_dict(), plan.config)
     (tmp_path / "plan.html").write_text(page)
     look_at(tmp_path, "plan.html", 4)
 

@@ -22,6 +22,23 @@ pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
 
+WORDS = """
+from torch import nn
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.table(input_ids))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+def entry():
+    return Words()
+"""
+
+
 def planned(*, machine: str | None = None):
     return make_plan(
         "plan_model:factory", plan_model.config(), ranks=4, memory_gib=0.0005, with_events=True,
@@ -33,14 +50,14 @@ def planned(*, machine: str | None = None):
 def timed():
     plan = planned(machine="h100")
     plan_page(
-        plan.as_dict(), ""
+        plan.as_dict(), ()
     )  # matplotlib keeps the files of its fonts open from their first use on
     return plan
 
 
 def test_the_page_has_what_the_plan_says_and_no_script(timed):
     plan = timed.as_dict()
-    page = plan_page(plan, json.dumps(plan_model.config()))
+    page = plan_page(plan, timed.config)
     assert len(page.encode()) < 2e6
     assert "<script" not in page and "<img" not in page
     assert page.count("<svg") == page.count("<summary>Table</summary>") == 4
@@ -60,7 +77,7 @@ def test_the_page_has_what_the_plan_says_and_no_script(timed):
 def test_the_page_has_a_line_for_each_pipeline_stage(timed):
     needs = {"parameters": 77123, "states_nbytes": 1, "in_flight": 3, "sent_numel": 0}
     stages = [{"rank": 2 * at, "peak_nbytes": 2**20, **needs} for at in range(2)]
-    page = plan_page(timed.as_dict() | {"pipeline_stages": stages}, "")
+    page = plan_page(timed.as_dict() | {"pipeline_stages": stages}, ())
     assert "rank 2: 77,123 parameters, peak 1.00 MiB, 3 micro-batches in flight" in page
 
 
@@ -68,7 +85,7 @@ def test_the_page_has_changes_that_make_the_run_fit_and_what_passes_to_the_disk(
     change = {"text": "stage 2", "line": '{"a": 1}', "peak_nbytes": 2**20, "slowdown": 0.01}
     disk = {"file_nbytes": 4096, "read_nbytes": 1234, "written_nbytes": 5678}
     page = plan_page(
-        timed.as_dict() | {"changes": [change | {"predicted": False}], "disk": disk}, ""
+        timed.as_dict() | {"changes": [change | {"predicted": False}], "disk": disk}, ()
     )
     cells = ("stage 2", "{&#34;a&#34;: 1}", "1.00 MiB", "+1% (assumed)")
     assert "".join(f"<td>{cell}</td>" for cell in cells) in page
@@ -168,3 +185,34 @@ def test_the_command_writes_both_files(tmp_path, monkeypatch):
     nowhere = CliRunner().invoke(main, [*words[:-2], "--trace", "no/folder/trace.json"])
     assert nowhere.exit_code == 2
     assert "no/folder/trace.json" in nowhere.output
+
+
+def test_no_secret_of_the_configuration_is_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loss.py").write_text(WORDS)
+    keys = plan_model.config(1) | {
+        "train_micro_batch_size_per_gpu": 1, "unknown_keys": "warn",
+        "comet": {"api_key": "planted-1", "workspace": "ours"},
+        "wandb": {"api_key": "planted-2", "project": "shown"},  # a key that is not known
+        "mlflow": {"tracking_uri": "https://me:planted-3" + "0" * 60 + "@host.example/runs"},
+    }  # fmt: skip
+    (tmp_path / "ds.json").write_text("// planted-4\n" + json.dumps(keys))
+    words = "plan loss.py:entry --seq 4 --ranks 2 --memory 1 --config ds.json".split()
+    files = ["--html", "plan.html", "--trace", "trace.json"]
+    fits = ["--fit", "speed"]
+    for more in (files, ["--json"], fits, [*fits, "--json"]):
+        result = CliRunner().invoke(main, [*words, *more])
+        assert result.exit_code == 0, result.output
+        assert "planted" not in result.output
+        assert ("***" in result.output) == (fits[0] in more)
+    page = (tmp_path / "plan.html").read_text()
+    assert "planted" not in page + (tmp_path / "trace.json").read_text()
+    origin = "<td>file ds.json</td>"
+    assert f"<td>comet.api_key</td><td>&#34;***&#34;</td>{origin}" in page
+    assert f"<td>wandb.project</td><td>&#34;shown&#34;</td>{origin}" in page
+    assert "https://***@host.example/runs" in page
+    for wrong in ('"api_key": ["planted-1"]', '"api_key": "planted-1", "api_key": "planted-2"'):
+        (tmp_path / "ds.json").write_text(f'{{"comet": {{{wrong}}}}}')
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 2 and "api_key" in result.output, result.output
+        assert "planted" not in result.output

@@ -174,7 +174,7 @@ def plan_command(
                     found, model, Path(config), length=seq, memory_gib=memory, machine=computer,
                     target=kind,
                 )  # fmt: skip
-        _write(found, Path(config).read_text(), html, trace)
+        _write(found, html, trace)
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:
@@ -183,13 +183,13 @@ def plan_command(
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _write(found: Plan, config: str, html: Path | None, trace: Path | None) -> None:
+def _write(found: Plan, html: Path | None, trace: Path | None) -> None:
     """Write the files that were asked for."""
     from zeroshard.planner.trace import trace as trace_of
     from zeroshard.report.plan_page import plan_page
 
     if html is not None:
-        html.write_text(plan_page(found.as_dict(), config), encoding="utf-8")
+        html.write_text(plan_page(found.as_dict(), found.config), encoding="utf-8")
     if trace is not None:
         trace.write_text(json.dumps(trace_of(found)), encoding="utf-8")
 

@@ -34,6 +34,7 @@ from zeroshard.config.fields import (
     section_type,
     show,
 )
+from zeroshard.config.hidden import without_secrets
 from zeroshard.config.keys import ALIASES, OFF, REFUSED, RENAMED, SURE, advice, nearest
 from zeroshard.config.params import (
     ARGUMENTS,
@@ -104,9 +105,9 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for key, value in pairs:
             if key in seen:
+                both = [show(without_secrets(each, key)) for each in (seen[key], value)]
                 twice.append(
-                    f'"{key}" is given twice in the same object: {show(seen[key])}, then '
-                    f"{show(value)}; keep one"
+                    f'"{key}" is given twice in the same object: {", then ".join(both)}; keep one'
                 )
             seen[key] = value
         return seen
@@ -385,7 +386,9 @@ def validate(model: type[S], given: dict[str, Any], prefix: str, found: Findings
             if item["type"] == "missing":
                 incomplete.add(loc[0])
             path = prefix + ".".join(str(part) for part in loc)
-            found.reject(path, _describe(item, _take(given, loc), known))
+            value = _take(given, loc)
+            hidden = show(without_secrets(value, str(loc[-1])))
+            found.reject(path, _describe(item, value, known).replace(show(value), hidden))
         for name in incomplete:
             given.pop(str(name), None)
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from zeroshard.config.batch import solve_batch
 from zeroshard.config.contradictions import contradictions
 from zeroshard.config.fewer_ranks import RunBatch, keep_batch
 from zeroshard.config.fields import Section, is_auto, is_off, show
+from zeroshard.config.hidden import without_secrets
 from zeroshard.config.keys import KEYS, UNCHECKED, get, is_misspelt
 from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.config.params import ARGUMENTS
@@ -42,7 +42,6 @@ FILLED_IN = (
     *("optimizer.params.weight_decay", "scheduler.params.warmup_num_steps"),
 )
 """Keys whose "auto" libraries replace by their user's choice. If it is left, a default may surprise."""
-SECRET = "comet.api_key"
 WATCHERS = frozenset(
     (
         *("comet", "comms_logger", "csv_monitor", "dump_state", "flops_profiler", "log_level"),
@@ -96,8 +95,8 @@ class LoadedConfig:
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Key, value as JSON, and origin of every key. Secrets are hidden."""
         for path, value in leaves(self.config):
-            shown = '"***"' if path == SECRET and value is not None else show(value)
-            yield path, re.sub(r"(?<=://)[^/@\s\"]*@", "***@", shown), self.origins[path]
+            shown = show(without_secrets(value, path.rpartition(".")[2]))
+            yield path, shown, self.origins[path]
 
     def table(self, *, every_key: bool = False) -> str:
         """Key, value and origin as plain text. Keys at their default only with ``every_key``."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from zeroshard.config.hidden import without_secrets
 from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.planner.plan import Plan
 
@@ -230,13 +231,19 @@ class Fit:
         """Candidates."""
         return len(self.judged)
 
+    @property
+    def shown_config(self) -> dict[str, Any]:
+        """The configuration without secrets."""
+        shown: dict[str, Any] = without_secrets(self.config)
+        return shown
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         return {
             "aim": self.aim, "order": self.order,
             "chosen": None if self.chosen is None else self.chosen.text,
             "checkpointing": self.chosen is not None and self.chosen.checkpointing,
-            "config": dict(self.config),
+            "config": self.shown_config,
             "next_larger": None if self.larger is None else self.larger.as_dict(),
             "simulations": self.simulations,
             "refused": {sizes.text: why for sizes, why in self.refused.items()},

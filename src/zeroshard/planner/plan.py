@@ -106,6 +106,7 @@ class Plan:
     ``peak_phase`` and ``peak_nbytes``: the highest peak on the device, ``init`` included; on a serial
     machine, which is a CPU, of device and host together, as they are one memory there. ``assumed``: what
     the planner chose itself. ``changes``: each makes the run fit; None: they were not looked for.
+    ``config``: key, value and origin of every key, without secrets.
     """
 
     model: str
@@ -124,6 +125,7 @@ class Plan:
     stage_times: tuple[StepTime, ...] = ()
     of_stages: tuple[Simulation, ...] = ()
     changes: tuple[Change, ...] | None = None
+    config: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def peaks(self) -> Mapping[str, int]:
@@ -334,6 +336,7 @@ def make_plan(
         stages=tuple(map(_stage_needs, of_stages, peaks)) if mesh.pipeline > 1 else (),
         stage_times=tuple(times) if mesh.pipeline > 1 else (),
         of_stages=tuple(of_stages),
+        config=tuple(loaded.rows()),
     )
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zeroshard.config.hidden import HIDDEN
 from zeroshard.planner.candidates import Fit, Judged, StrategyKind
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
 from zeroshard.planner.plan import Change, Plan
@@ -46,7 +47,9 @@ def show_fit(fit: Fit, console: Console) -> None:
         )  # fmt: skip
     else:
         console.print(f"{fit.chosen.text}\n", highlight=False, soft_wrap=True)
-        console.print_json(json.dumps(fit.config))
+        console.print_json(json.dumps(fit.shown_config))
+        if HIDDEN in json.dumps(fit.shown_config):
+            console.print(f"write your secrets in place of {HIDDEN}\n", highlight=False)
         if fit.chosen.checkpointing:
             console.print(
                 "and in the program: model.gradient_checkpointing_enable() (Trainer: "

@@ -16,10 +16,11 @@ MAX_ROWS = 2000
 """Rows of the table of traffic."""
 
 
-def plan_page(plan: Mapping[str, Any], config: str) -> str:
+def plan_page(plan: Mapping[str, Any], config: Sequence[tuple[str, str, str]]) -> str:
     """The page of a plan as one HTML text without scripts, which loads nothing.
 
-    ``plan``: :meth:`zeroshard.planner.plan.Plan.as_dict`. ``config``: the text of the configuration.
+    ``plan``: :meth:`zeroshard.planner.plan.Plan.as_dict`. ``config``: key, value and origin of
+    every key, :attr:`zeroshard.planner.plan.Plan.config`.
 
     Raises:
         UsageError: matplotlib is missing.
@@ -39,7 +40,8 @@ def plan_page(plan: Mapping[str, Any], config: str) -> str:
         states=[_state(row) for row in plan["memory"]],
         assumed=plan["assumed"],
         not_modelled=[*plan["not_modelled"], *_not_modelled_of_time(plan["time"])],
-        config=config,
+        given=[row for row in config if row[2] != "default"],
+        defaults=[row for row in config if row[2] == "default"],
     )
 
 
