@@ -32,6 +32,17 @@ def batch():
 def plain():
     return Net(), (batch(), None)
 
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a_module_whose_name_is_as_long_as_they_are_in_large_models = Net()
+
+    def forward(self, x):
+        return self.a_module_whose_name_is_as_long_as_they_are_in_large_models(x)
+
+def deep():
+    return Deep(), (batch(), None)
+
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
@@ -194,6 +205,36 @@ def test_check_tells_by_its_exit_code_whether_the_run_fits(run):
     assert without.exit_code == 0 and told in without.stdout
 
 
+@pytest.mark.parametrize("columns", [None, "40"])
+def test_no_number_is_cut_in_a_file_nor_on_a_narrow_terminal(run, monkeypatch, columns):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr("nets_to_plan.WIDTH", 4096)
+    text = run("nets_to_plan:deep").stdout
+    found = json.loads(run("nets_to_plan:deep", "--json").stdout)
+    cells = [cell.strip() for line in text.splitlines() for cell in line.split("│")]
+    for op in {row["op"] for row in found["traffic"]}:
+        rows = [row for row in found["traffic"] if row["op"] == op]
+        for what in ("calls", "numel", "sent_numel"):
+            assert f"{sum(row[what] for row in rows):,}" in cells
+    assert "…" not in text
+    if columns is None:
+        assert {f"{row['dtype']} {row['shape']}" for row in found["largest"][:10]} <= set(cells)
+
+
+def test_sizes_of_small_models_are_not_zero(run):
+    found = json.loads(run("nets_to_plan:plain", "--json").stdout)
+    head = run("nets_to_plan:plain", "--memory", "0.00001").stdout
+    too_much = found["peak_nbytes"] - int(0.00001 * 2**30)
+    assert head.startswith(
+        f"does not fit: {too_much / 2**20:.1f} MiB too much of 10,737 bytes; "
+        f"peak {found['peak_nbytes'] / 2**20:.1f} MiB in "
+    )
+    assert f"state at rest {found['states_nbytes'] / 1e6:.2f} MB" in head
+    assert "0.00 GiB" not in head
+
+
 def test_what_passes_to_the_disk_is_told(run, tmp_path):
     offload = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     text, found = (
@@ -212,9 +253,9 @@ RUN = " --config ds.json --ranks 4 "
 FIT = PLAN + "words --fit speed --memory 1 --fit-axes "
 MISTAKES = [
     # the model
-    (PLAN + "item" + RUN, "nets_to_plan.py:36 (return y * y.sum().item()) calls "),
+    (PLAN + "item" + RUN, "nets_to_plan.py:47 (return y * y.sum().item()) calls "),
     (PLAN + "nonzero" + RUN, "nonzero.default, which depends on the values of a tensor"),
-    (PLAN + "nonzero" + RUN, "nets_to_plan.py:40 (return Net(lambda y: y[y.sum(1).nonzero()])"),
+    (PLAN + "nonzero" + RUN, "nets_to_plan.py:51 (return Net(lambda y: y[y.sum(1).nonzero()])"),
     (PLAN + "no_loss" + RUN, "the model returned FakeTensor without a loss"),
     (PLAN + "number" + RUN, "nets_to_plan:number returned int. It must return a model"),
     (PLAN + "raises" + RUN, "ValueError at "),

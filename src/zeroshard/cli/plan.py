@@ -120,14 +120,13 @@ def plan_command(
             file=sys.stderr,
         )
         raise typer.Exit(2)
-    from rich.console import Console  # imports torch and more; only this command needs them
-
+    # They import torch and more, and only this command needs them.
     from zeroshard.config.machine_file import load_machine
     from zeroshard.planner.axes import read_axes
     from zeroshard.planner.changes import with_changes
     from zeroshard.planner.fit import fit as fit_run
     from zeroshard.planner.plan import make_plan, plan_of_largest_batch
-    from zeroshard.planner.plan_text import show, show_fit
+    from zeroshard.planner.plan_text import plan_console, show, show_fit
 
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for module:function
     if fit is not None and (html is not None or trace is not None):
@@ -153,7 +152,7 @@ def plan_command(
         if as_json:
             print(json.dumps(searched.as_dict(), indent=1))
         else:
-            show_fit(searched, Console(emoji=False))
+            show_fit(searched, plan_console())
         raise typer.Exit(0 if searched.chosen is not None else DOES_NOT_FIT)
     kind: Target | None = None if target is None else target.value
     with errors_told():
@@ -178,7 +177,7 @@ def plan_command(
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:
-        show(found, Console(emoji=False))
+        show(found, plan_console())
     if check and not found.fits:
         raise typer.Exit(DOES_NOT_FIT)
 

@@ -37,6 +37,7 @@ from zeroshard.planner.candidates import (
     possible,
     refused_by_schedule,
 )
+from zeroshard.planner.in_words import size_text
 from zeroshard.planner.least_states import least_states_nbytes, offloadable_nbytes
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulate import Simulation
@@ -505,9 +506,7 @@ def _judged(
     if kind in search.untimed:
         return Judged(own, None, None, False, f"not timed: {search.untimed[kind]}")
     if kind in search.too_large:
-        why = (
-            f"does not fit: its states alone take {search.too_large[kind] / 2**30:.2f} GiB or more"
-        )
+        why = f"does not fit: its states alone take {size_text(search.too_large[kind])} or more"
         return Judged(own, None, None, False, why)
     if kind in search.left_out:
         least_s = search.left_out[kind]
@@ -519,7 +518,7 @@ def _judged(
     if own == chosen:
         why = "chosen"
     elif over > 0:
-        why = f"does not fit: {over / 2**30:.2f} GiB too much"
+        why = f"does not fit: {size_text(over)} too much"
     elif chosen is None or seconds is None:
         why = "fits"
     else:

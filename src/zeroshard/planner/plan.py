@@ -27,6 +27,7 @@ from zeroshard.core.mesh_sources import resolve_mesh
 from zeroshard.errors import UnsupportedError, UsageError, ZeroShardError
 from zeroshard.planner.allocations import Moment
 from zeroshard.planner.gpu_kernels import Target
+from zeroshard.planner.in_words import size_text
 from zeroshard.planner.largest_batch import largest_batch
 from zeroshard.planner.model_source import ModelSource, model_source
 from zeroshard.planner.places import LIBRARIES
@@ -302,7 +303,7 @@ def make_plan(
     if kind == "cpu" and machine is None and most > _peak_of(found):
         assumed += (
             "the device has memory of its own, with which the limit is compared; CPU ranks have one "
-            f"memory, and need {most / 2**30:.2f} GiB of it",
+            f"memory, and need {size_text(most)} of it",
         )
     if transport == "shm":
         assumed += (

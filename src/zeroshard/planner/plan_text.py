@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from zeroshard.config.hidden import HIDDEN
 from zeroshard.planner.candidates import Fit, Judged, StrategyKind
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
+from zeroshard.planner.in_words import MIB, decimal_text, size_text
 from zeroshard.planner.plan import Change, Plan
 from zeroshard.planner.simulate import highest
 from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.timeline import blocks, timeline
 
-GIB = 2**30
-
 TEXT_MOMENTS = 60
 """Moments of the timeline."""
+
+FILE_WIDTH = 160
+"""Columns of an output that is no terminal."""
+
+
+def plan_console() -> Console:
+    """Where a plan is printed: as wide as the terminal or ``COLUMNS``, else :data:`FILE_WIDTH`."""
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(emoji=False, width=None if has_width else FILE_WIDTH)
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -30,7 +42,32 @@ def show(plan: Plan, console: Console) -> None:
         if isinstance(part, str):
             console.print(escape(part), highlight=False, soft_wrap=True)
         else:
-            console.print(part)
+            _show_table(part, console)
+
+
+def _show_table(table: Table, console: Console) -> None:
+    """Print a table whose numbers are whole, also if it is wider than the console then.
+
+    Columns that are aligned to the right have numbers. Texts of the others may be on several lines.
+    """
+    for column in table.columns:
+        if column.justify == "right":
+            cells = [str(cell) for cell in (column.header, *column.cells)]
+            column.no_wrap = True
+            column.min_width = max(cell_len(line) for cell in cells for line in cell.split("\n"))
+        else:
+            column.overflow = "fold"
+    wide = console.options.update(width=10 * FILE_WIDTH)
+    console.width = max(console.width, Measurement.get(console, wide, table).minimum)
+    console.print(table)
+
+
+def _table(texts: Sequence[str], numbers: Sequence[str], *, title: str) -> Table:
+    """An empty table with columns of texts, and then of numbers."""
+    table = Table(*texts, title=title)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
 
 
 def show_fit(fit: Fit, console: Console) -> None:
@@ -40,8 +77,8 @@ def show_fit(fit: Fit, console: Console) -> None:
     if fit.chosen is None:
         over = fit.plan.peak_nbytes - limit
         console.print(
-            f"nothing fits {limit / GIB:.2f} GiB: the smallest of {fit.count} configurations needs "
-            f"{fit.plan.peak_nbytes / GIB:.2f} GiB, {over / GIB:.2f} too much. Use more ranks or "
+            f"nothing fits {size_text(limit)}: the smallest of {fit.count} configurations needs "
+            f"{size_text(fit.plan.peak_nbytes)}, {size_text(over)} too much. Use more ranks or "
             "shorter samples.",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
@@ -65,12 +102,12 @@ def show_fit(fit: Fit, console: Console) -> None:
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
     table = _best_of_kinds(fit)
-    console.print(table)
+    _show_table(table, console)
     if fit.larger is not None:
         larger = fit.larger
         console.print(
             f"the next micro-batch, {larger.candidate.micro_batch}: {larger.why} "
-            f"({(larger.peak_nbytes or 0) / GIB:.2f} GiB)",
+            f"({size_text(larger.peak_nbytes or 0)})",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     for sizes, why in fit.refused.items():
@@ -94,19 +131,18 @@ def show_fit(fit: Fit, console: Console) -> None:
 def _best_of_kinds(fit: Fit) -> Table:
     """One row for each stage, offload, mesh and checkpointing: of what fits the fastest."""
     axes = list(dict.fromkeys(axis for each in fit.judged for axis in each.candidate.sizes.by_axis))
-    table = Table(
-        "configuration", *axes, "checkpointing", "micro-batch", "peak GiB", "step", "",
-        title="the best of each kind",
-    )  # fmt: skip
+    numbers = (*axes, "micro-batch", "peak", "step")
+    table = _table(("configuration", "checkpointing"), numbers, title="the best of each kind")
+    table.add_column("")
     for kind, rows in kinds_of(fit).items():
         best = min(rows, key=_rank)
         if best.peak_nbytes is None:  # left out
             continue
         peak, seconds = best.peak_nbytes, best.seconds
         table.add_row(
-            kind.strategy.text, *(str(best.candidate.sizes.by_axis[axis]) for axis in axes),
-            _yes(kind.checkpointing), str(best.candidate.micro_batch),
-            f"{peak / GIB:.2f}", "" if seconds is None else _s(seconds),
+            kind.strategy.text, _yes(kind.checkpointing),
+            *(str(best.candidate.sizes.by_axis[axis]) for axis in axes),
+            str(best.candidate.micro_batch), size_text(peak), "" if seconds is None else _s(seconds),
             escape(best.why),
         )  # fmt: skip
     return table
@@ -133,18 +169,16 @@ def _yes(on: bool) -> str:
 
 def headline(plan: Plan) -> str:
     """Whether the run fits, by how much, on which rank."""
-    peak = (
-        f"peak {plan.peak_nbytes / GIB:.2f} GiB in {plan.peak_phase} on rank {plan.simulation.rank}"
-    )
+    peak = f"peak {size_text(plan.peak_nbytes)} in {plan.peak_phase} on rank {plan.simulation.rank}"
     if plan.spare_nbytes is None or plan.limit_nbytes is None:
         return f"{peak}; no --memory given, so nothing to compare with"
-    limit, spare = plan.limit_nbytes / GIB, plan.spare_nbytes / GIB
+    spare = plan.spare_nbytes
     verdict = (
-        f"fits, {spare:.2f} GiB to spare"
+        f"fits, {size_text(spare)} to spare"
         if plan.fits
-        else f"does not fit: {-spare:.2f} GiB too much"
+        else f"does not fit: {size_text(-spare)} too much"
     )
-    return f"{verdict} of {limit:.2f} GiB; {peak}"
+    return f"{verdict} of {size_text(plan.limit_nbytes)}; {peak}"
 
 
 def _parts(plan: Plan) -> Iterator[str | Table]:
@@ -161,7 +195,7 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
     yield (
         f"{plan.model}: {found.params_numel:,} parameters, stage {plan.stage}, {plan.mesh.text}, "
         f"micro-batch {plan.micro_batch}, operations of {plan.target}; "
-        f"state at rest {plan.states_nbytes() / 1e9:.2f} GB"
+        f"state at rest {decimal_text(plan.states_nbytes())}"
     )
     if plan.stages:
         yield _stages(plan)
@@ -208,8 +242,8 @@ def change_lines(changes: Sequence[Change]) -> Iterator[str]:
     for number, each in enumerate(changes, start=1):
         how = "predicted" if each.predicted else "assumed"
         yield (
-            f"  {number}. {each.text}: peak {each.peak_nbytes / GIB:.2f} GiB, "
-            f"{each.freed_nbytes / GIB:.2f} less; a step takes {each.slowdown:+.0%} ({how})"
+            f"  {number}. {each.text}: peak {size_text(each.peak_nbytes)}, "
+            f"{size_text(each.freed_nbytes)} less; a step takes {each.slowdown:+.0%} ({how})"
         )
         yield f"     {each.line}"
 
@@ -262,10 +296,11 @@ def _s(seconds: float) -> str:
 
 def _stages(plan: Plan) -> Table:
     names = (
-        "stage", "rank", "parameters", "states, MiB", "peak, MiB", "in flight", "elements sent",
+        "stage", "rank", "parameters", "states,\nMiB", "peak,\nMiB", "in\nflight", "elements\nsent",
         *(("computes", "waits") if plan.stage_times else ()),
     )  # fmt: skip
-    table = Table(*names, title="pipeline stages; what follows is of the one with the highest peak")
+    title = "pipeline stages; what follows is of the one with the highest peak"
+    table = _table((), names, title=title)
     for at, each in enumerate(plan.stages):
         timings = [time.timing for time in plan.stage_times[at : at + 1]]
         table.add_row(
@@ -278,11 +313,7 @@ def _stages(plan: Plan) -> Table:
 
 def _phases(plan: Plan) -> Table:
     moments = plan.simulation.moments
-    table = Table(title="MiB at the peak of each phase")
-    table.add_column("category")
-    table.add_column("tier")
-    for name in moments:
-        table.add_column(name, justify="right")
+    table = _table(("category", "tier"), list(moments), title="MiB at the peak of each phase")
     keys = dict.fromkeys(key for m in moments.values() for key, n in m.held.items() if n)
     for category, tier in keys:
         cells = [m.held.get((category, tier), 0) for m in moments.values()]
@@ -293,9 +324,9 @@ def _phases(plan: Plan) -> Table:
 
 
 def _largest(plan: Plan) -> Table:
-    table = Table(
-        "MiB", "made by", "shape", "phase", "module", title="largest at the peak of a step"
-    )
+    table = _table((), ("MiB",), title="largest at the peak of a step")
+    for name in ("made by", "shape", "phase", "module"):
+        table.add_column(name)
     for row in plan.simulation.largest[:10]:
         shape = f"{row.dtype} {list(row.shape)}"
         table.add_row(_mib(row.nbytes), row.op, escape(shape), row.phase, escape(row.module))
@@ -311,11 +342,12 @@ def _traffic(plan: Plan) -> Table:
         calls[key] += row.calls
         numel[key] += row.numel
         sent[key] += row.sent_numel
-    table = Table("group", "collective", "calls", "elements", "sent", title="traffic of a step")
+    names = ("calls", "elements", "sent")
+    table = _table(("group", "collective"), names, title="traffic of a step")
     for key in calls:
         table.add_row(*key, f"{calls[key]:,}", f"{numel[key]:,}", f"{sent[key]:,}")
     return table
 
 
 def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f}"
+    return f"{nbytes / MIB:,.1f}"
