@@ -1,4 +1,4 @@
-"""The pages of a run and of a plan in headless Chromium: no error, request, script or sideways scroll."""
+"""The pages of a run and of a plan in headless Chromium: no error, request, script or sideways scroll; at most 2 MB."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPT = "<script>window.ran = true</script><img src=x onerror='window.ran = tru
 LONG = "a" * 500
 
 
-def record() -> str:
+def record(steps: int) -> str:
     """A record with every figure, texts that are scripts, and texts without spaces."""
     names = (
         "train_loss grad_norm grad_norm_clipped lr loss_scale samples_per_second tokens_per_second mfu "
@@ -38,14 +38,14 @@ def record() -> str:
         "environment": {"NCCL_DEBUG": LONG}, "notes": [SCRIPT],
     }  # fmt: skip
     lines = [first]
-    for step in range(1, 3001):
+    for step in range(1, steps + 1):
         values = {name: 2 + math.sin(step * len(name)) for name in names.split()}
         lines.append(
             {"kind": "step", "step": step, "samples": step, "time_s": 1e9 + step, **values}
         )
     lines.append({"kind": "incident", "step": 3, "time_s": 1e9, "text": SCRIPT + LONG})
     memory = [{"category": LONG[:60], "planned": 1, "measured": 2, "tier": "host"}]
-    lines.append({"kind": "end", "step": 3000, "time_s": 1e9 + 9, "reason": SCRIPT, "memory": memory,
+    lines.append({"kind": "end", "step": steps, "time_s": 1e9 + 9, "reason": SCRIPT, "memory": memory,
                   "traffic": []})  # fmt: skip
     return "".join(json.dumps(line) + "\n" for line in lines)
 
@@ -54,23 +54,32 @@ def record() -> str:
 def fonts_are_open(tmp_path_factory):
     """matplotlib keeps the files of its fonts open from their first use on."""
     folder = tmp_path_factory.mktemp("first")
-    (folder / "steps-0-1-0.jsonl").write_text(record())
+    (folder / "steps-0-1-0.jsonl").write_text(record(1000))
     make_page(folder)
 
 
-def test_the_page_of_a_run(tmp_path):
+@pytest.mark.parametrize(("steps", "engines", "figures"), [(100_000, 1, 11), (20, 7, 55)])
+def test_the_page_of_a_run(tmp_path, steps, engines, figures):
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "steps-0-1-0.jsonl").write_text(record())
-    (folder / "report.html").write_text(make_page(folder))
-    look_at(folder, "report.html", 11)
+    for number in range(engines):
+        (folder / f"steps-0-1-{number}.jsonl").write_text(record(steps))
+    page = make_page(folder)
+    assert len(page.encode()) <= 2_000_000
+    (folder / "report.html").write_text(page)
+    look_at(folder, "report.html", figures)
 
 
 def test_the_page_of_a_plan(tmp_path):
     plan = make_plan(
-        "plan_model:factory", plan_model.config(), ranks=4, machine=load_machine("h100")
+        "plan_model:factory",
+        {**plan_model.config(), "comet": {"api_key": "planted"}},
+        ranks=4,
+        machine=load_machine("h100"),
     )
-    page = plan_page(plan.as_dict(), plan.config)
+    rows = [*plan.config, (SCRIPT, SCRIPT, f"file {SCRIPT}"), (LONG, LONG, "config")]
+    page = plan_page(plan.as_dict() | {"model": SCRIPT + LONG}, rows)
+    assert "planted" not in page and len(page.encode()) <= 2_000_000
     (tmp_path / "plan.html").write_text(page)
     look_at(tmp_path, "plan.html", 4)
 
