@@ -175,6 +175,7 @@ class ParamScatterer:
         self.name = name
         self.source = source
         self._low = 0  # the position in full_N where the current piece begins
+        self._is_fake = isinstance(part, FakeTensor)  # then there are no values to copy
         self._piece = torch.zeros(
             min(PIECE_NUMEL, layout.full_numel), dtype=part.dtype, device=device or part.device
         )
@@ -186,9 +187,10 @@ class ParamScatterer:
         while at < slot.stop:
             self._send_until(at)
             stop = min(slot.stop, self._low + len(self._piece))
-            self._piece[at - self._low : stop - self._low].copy_(
-                flat[at - slot.start : stop - slot.start]
-            )
+            if not self._is_fake:
+                self._piece[at - self._low : stop - self._low].copy_(
+                    flat[at - slot.start : stop - slot.start]
+                )
             at = stop
 
     def finish(self) -> None:
@@ -201,10 +203,13 @@ class ParamScatterer:
             low, high = self._low, self._low + len(self._piece)
             self.comm.broadcast(self._piece, self.source, name=self.name).wait()
             begin, end = max(self.begin, low), min(self.end, high)
-            if begin < end:
+            if begin < end and not self._is_fake:
                 self.part[begin - self.begin : end - self.begin].copy_(
                     self._piece[begin - low : end - low]
                 )
             self._low = high
             rest = min(len(self._piece), self.layout.full_numel - high)
-            self._piece = self._piece[:rest].zero_()
+            if rest < len(self._piece):
+                self._piece = self._piece[:rest]
+            if not self._is_fake:
+                self._piece.zero_()
