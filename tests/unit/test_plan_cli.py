@@ -84,6 +84,22 @@ def raises():
 def wrong_batch():
     return Net(), (torch.empty(8, WIDTH + 1), None)
 
+def three():
+    return Net(), batch(), None
+
+def triple():
+    return Net(), (batch(), None, None)
+
+def columns():  # samples are in the second dimension
+    return Net(), (torch.empty(16, 8, WIDTH), None)
+
+class Masked(Net):
+    def forward(self, x, mask):
+        return super().forward(x) * mask.sum()
+
+def mixed():  # the first dimensions differ
+    return Masked(), {"x": batch(), "mask": torch.empty(3)}
+
 def no_kernel():
     library = torch.library.Library("plan_tests", "FRAGMENT")
     if not hasattr(torch.ops.plan_tests, "no_kernel"):
@@ -258,6 +274,8 @@ MISTAKES = [
     (PLAN + "nonzero" + RUN, "nets_to_plan.py:51 (return Net(lambda y: y[y.sum(1).nonzero()])"),
     (PLAN + "no_loss" + RUN, "the model returned FakeTensor without a loss"),
     (PLAN + "number" + RUN, "nets_to_plan:number returned int. It must return a model"),
+    (PLAN + "three" + RUN, "nets_to_plan:three returned 3 things. It must return a model, or a model"),
+    (PLAN + "triple" + RUN, "nets_to_plan:triple returned a batch of 3 parts. It must be a mapping"),
     (PLAN + "raises" + RUN, "ValueError at "),
     (PLAN + "raises" + RUN, "no such size. Correct the function that returns the model"),
     (PLAN + "other" + RUN, "the module 'nets_to_plan' has no 'other'"),
@@ -287,6 +305,12 @@ MISTAKES = [
     (PLAN + "plain --config ds.json --ranks 0", "'--ranks'"),
     (PLAN + "words --seq 0" + RUN, "'--seq'"),
     (PLAN + "words --batch 0" + RUN, "--batch is '0', which is not a number of samples"),
+    (PLAN + "plain --batch 8" + RUN, "--batch is 8, and nets_to_plan:plain returns a batch of its own"),
+    (PLAN + "plain --seq 8" + RUN, "--seq is 8, and nets_to_plan:plain returns a batch of its own"),
+    (PLAN + "plain --config 28.json --ranks 4", "plan:plain returns has 8 rows (the first dimension"),
+    (PLAN + "plain --config 28.json --ranks 4", "micro-batch of the configuration has 7 samples"),
+    (PLAN + "plain --config none.json --batch 8", "--batch is 8, and nets_to_plan:plain returns"),
+    (PLAN + "words --config none.json", "no batch size is given"),
     (PLAN + "plain --batch max" + RUN, "the largest that fits --memory, which is not"),
     (PLAN + "plain --batch max --memory 1" + RUN, "cannot change the batch of"),
     (PLAN + "words --batch max --memory 0.00005 --seq 64" + RUN, "no micro-batch fits 0.1 MiB: one "),
@@ -344,8 +368,9 @@ MISTAKES = [
 @pytest.mark.parametrize(("words", "text"), MISTAKES)
 def test_a_mistake_is_explained_and_no_number_is_given(run, tmp_path, monkeypatch, words, text):
     keys = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW"}}
+    (tmp_path / "none.json").write_text('{"optimizer": {"type": "AdamW"}}')
     for name, own in (
-        ("ds", {}), ("30", {"train_batch_size": 30}), ("tensor3", {"parallel": {"tensor": 3}}),
+        ("ds", {}), ("28", {"train_batch_size": 28, "train_micro_batch_size_per_gpu": "auto"}), ("30", {"train_batch_size": 30}), ("tensor3", {"parallel": {"tensor": 3}}),
         ("stages", {"parallel": {"pipeline": 2}}),
     ):  # fmt: skip
         (tmp_path / f"{name}.json").write_text(json.dumps(keys | own))
@@ -381,6 +406,36 @@ def test_a_script_is_imported_and_its_entry_gives_the_model(run, tmp_path):
     assert named["parameters"] == PARAMS
     assert run("no_entry.py").exit_code == 2
     assert not (tmp_path / "ran.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "samples"),
+    [
+        ("plain", {}, 8),
+        ("plain", {"train_micro_batch_size_per_gpu": "auto"}, 8),
+        ("plain", {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 3}, 8),
+        ("plain", {"train_micro_batch_size_per_gpu": 8}, 8),
+        ("columns", {"train_micro_batch_size_per_gpu": 8}, 8),
+        ("mixed", {"train_micro_batch_size_per_gpu": 2}, 2),
+    ],
+)
+def test_samples_per_second_are_those_of_the_batch_of_the_model(run, tmp_path, model, keys, samples):
+    (tmp_path / "own.json").write_text(json.dumps({"optimizer": {"type": "AdamW"}} | keys))
+    words = f"plan nets_to_plan:{model} --config own.json --ranks 4 --machine h100 --json".split()
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["micro_batch"] == samples
+    step = 4 * samples * keys.get("gradient_accumulation_steps", 1)
+    assert found["time"]["samples_per_s"] * found["time"]["total_s"] == pytest.approx(step)
+    taken = "train_micro_batch_size_per_gpu" not in keys or "auto" in keys.values()
+    assert (f"the micro-batch has {samples} samples, the rows of" in " ".join(found["assumed"])) == taken
+
+
+def test_changes_of_a_run_whose_batch_comes_with_the_model(run):
+    result = run("nets_to_plan:plain", "--memory", "0.0001", "--json", stage=0)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["changes"]
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(run):

@@ -14,6 +14,7 @@ from zeroshard.errors import ConfigError, UnsupportedError
 from zeroshard.planner.candidates import Strategy
 from zeroshard.planner.fit import calm_collector
 from zeroshard.planner.least_states import least_states_nbytes
+from zeroshard.planner.own_batch import MICRO_BATCH
 from zeroshard.planner.plan import Change, Plan, config_dict, make_plan
 
 if TYPE_CHECKING:
@@ -41,14 +42,14 @@ def with_changes(
     """
     if plan.fits is not False:
         return plan
-    base = config_dict(config)
+    base, fixed = config_dict(config), plan.own_batch
 
     def simulated(line: str, *, few: bool) -> Plan | None:
         keys = changed_keys(line)
         try:
             return make_plan(
                 model, merged(base, keys), ranks=plan.mesh.world_size,
-                micro_batch=None if "train_micro_batch_size_per_gpu" in keys else plan.micro_batch,
+                micro_batch=None if fixed or MICRO_BATCH in keys else plan.micro_batch,
                 length=length, memory_gib=memory_gib, machine=machine, target=target,
                 checkpointing=not line.startswith("{"), few=few,
             )  # fmt: skip

@@ -46,7 +46,7 @@ from zeroshard.planner.candidates import (
 from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.fit_time import search_by_time
 from zeroshard.planner.gpu_kernels import Target
-from zeroshard.planner.model_source import can_checkpoint, even_split, model_source
+from zeroshard.planner.model_source import can_checkpoint, even_split, model_source, refuse_own_batch
 from zeroshard.planner.plan import Plan, config_dict, explained, make_plan, mesh_of
 
 
@@ -94,19 +94,15 @@ def fit(
         samples, refused = _possible(model, base, found, refused, ranks)
 
     def simulated(candidate: Candidate) -> Plan:
-        made = make_plan(
+        return make_plan(
             model, candidate.config(base), ranks=ranks, length=length, memory_gib=memory_gib,
             checkpointing=candidate.checkpointing, machine=machine, target=target, few=True,
         )  # fmt: skip
-        if made.own_batch:
-            raise UsageError(
-                f"--fit cannot change the batch of {model}, which returns one. Let the function return "
-                "the model only; the batch is then of input_ids and labels."
-            )
-        return made
 
     with explained(model):
-        able = can_checkpoint(model)
+        source = model_source(model, 1, 1, sharded=False)
+        refuse_own_batch("--fit", source)
+        able = can_checkpoint(source)
     with calm_collector():
         if machine is not None and aim == "speed":
             result = search_by_time(simulated, base, machine, samples=samples, can_checkpoint=able)

@@ -67,7 +67,7 @@ def model_source(
         build = _factory(name)
         with fake_tensors():
             made = build()
-        batch = made[1] if isinstance(made, tuple) else None
+        batch = _batch(name, made)
         assumed: tuple[str, ...] = ()
         first = (lambda: _first(build())) if isinstance(made, tuple) else build
         if isinstance(model := _first(made), PipelineModel):
@@ -102,15 +102,49 @@ def model_source(
     )  # fmt: skip
 
 
+def _batch(name: str, made: Any) -> Any:
+    """The batch of what a function returned; None: it has none.
+
+    Raises:
+        UsageError: it is not a model, or a model and a batch.
+    """
+    if not isinstance(made, tuple):
+        return None
+    if len(made) != 2:
+        raise UsageError(
+            f"{name} returned {len(made)} things. It must return a model, or a model and a batch; inputs "
+            "and labels together are one batch: return model, (inputs, labels)."
+        )
+    batch = made[1]
+    if isinstance(batch, tuple) and len(batch) != 2:
+        raise UsageError(
+            f"{name} returned a batch of {len(batch)} parts. It must be a mapping of inputs by name, or a "
+            "pair (inputs, labels)."
+        )
+    return batch
+
+
 def _first(made: Any) -> Any:
     return made[0] if isinstance(made, tuple) else made
 
 
-def can_checkpoint(name: str) -> bool:
-    """Whether the model called ``name`` has ``gradient_checkpointing_enable()``."""
-    build = model_source(name, 1, 1, sharded=False).build
+def refuse_own_batch(option: str, source: ModelSource) -> None:
+    """Refuse an option that tries batches of several sizes.
+
+    Raises:
+        UsageError: the batch comes with the model.
+    """
+    if source.own_batch:
+        raise UsageError(
+            f"{option} cannot change the batch of {source.name}, which returns one. Let the function "
+            "return the model only; the batch is then of input_ids and labels."
+        )
+
+
+def can_checkpoint(source: ModelSource) -> bool:
+    """Whether a model has ``gradient_checkpointing_enable()``."""
     with fake_tensors():
-        model = build()
+        model = source.build()
     supports = getattr(model, "supports_gradient_checkpointing", True)
     return bool(supports) and hasattr(model, "gradient_checkpointing_enable")
 

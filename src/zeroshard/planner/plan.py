@@ -29,7 +29,14 @@ from zeroshard.planner.allocations import Moment
 from zeroshard.planner.gpu_kernels import Target
 from zeroshard.planner.in_words import size_text
 from zeroshard.planner.largest_batch import largest_batch
-from zeroshard.planner.model_source import ModelSource, model_source
+from zeroshard.planner.model_source import ModelSource, model_source, refuse_own_batch
+from zeroshard.planner.own_batch import (
+    MICRO_BATCH,
+    check_rows,
+    names_a_batch,
+    refuse_options,
+    shared_size,
+)
 from zeroshard.planner.places import LIBRARIES
 from zeroshard.planner.simulate import Simulation, highest, simulate
 from zeroshard.planner.step_time import StepTime, stage_times, step_time
@@ -239,7 +246,8 @@ def make_plan(
     """Simulate one rank of a run and say what it needs. Must be called outside of any process group.
 
     ``model``: see :func:`~zeroshard.planner.model_source.model_source`. ``micro_batch`` replaces
-    ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample; ``memory_gib``: of one device;
+    ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample; a model with a batch of its own
+    takes neither, and its rows are the micro-batch if nothing says how large that is. ``memory_gib``: of one device;
     ``checkpointing``: call the model's ``gradient_checkpointing_enable()``. ``machine``: predict the time
     of a step on it, and compare the peak with its memory if ``memory_gib`` is not given. ``target``: see
     :func:`target_of`. ``with_events``: keep what the step does, for a trace. ``few``: simulate two
@@ -256,14 +264,15 @@ def make_plan(
     """
     limit_nbytes = None if memory_gib is None else limit_of(memory_gib)
     kind = target_of(machine, target)
-    arguments = {"train_micro_batch_size_per_gpu": micro_batch}
+    named = micro_batch is not None or names_a_batch(config_dict(config))
+    arguments = {MICRO_BATCH: micro_batch if named else 1}
     loaded = load_config(config, world_size=ranks, arguments=arguments)
     settings = loaded.config
     mesh = mesh_of(settings, ranks)
     size = settings.train_micro_batch_size_per_gpu
     assert size is not None  # computed where it is not given
     cuts = mesh.tensor > 1 and _cuts_by_itself(settings)
-    with explained(model, "Correct the function that returns the model; it has no arguments."):
+    with explained(model, FACTORY_HINT):
         source = model_source(
             model,
             size,
@@ -272,6 +281,19 @@ def make_plan(
             checkpointing=checkpointing,
             stages=mesh.pipeline,
         )
+    assumed = source.assumed
+    if source.own_batch:
+        refuse_options(model, micro_batch, length)
+    if source.own_batch and named:
+        check_rows(model, source.batch, size)
+    if not named:
+        rows = shared_size(source.batch, 0) if source.own_batch else None
+        arguments = {MICRO_BATCH: rows}
+        loaded = load_config(config, world_size=ranks, arguments=arguments)  # an error without rows
+        settings = loaded.config
+        size = settings.train_micro_batch_size_per_gpu
+        assert size is not None
+        assumed += (f"the micro-batch has {size} samples, the rows of the model's own batch",)
     chosen = config_dict(config) | ({k: v for k, v in arguments.items() if v is not None})
     transport = chosen.get("transport", "auto")
     if kind == "cpu" and transport == "auto" and mesh.world_size > 1:
@@ -298,7 +320,7 @@ def make_plan(
     highest_at = peaks.index(max(peaks))
     found = of_stages[highest_at]
     one = "rank 0" if mesh.pipeline == 1 else "one rank of each pipeline stage"
-    assumed = (*source.assumed, f"{one} stands for all {ranks} ranks: shards have equal sizes")
+    assumed += (f"{one} stands for all {ranks} ranks: shards have equal sizes",)
     most = max(found.together.values())
     if kind == "cpu" and machine is None and most > _peak_of(found):
         assumed += (
@@ -463,11 +485,6 @@ def plan_of_largest_batch(
             model, config, ranks=ranks, micro_batch=samples, length=length, memory_gib=memory_gib,
             machine=machine, target=target, with_events=with_events,
         )  # fmt: skip
-        if plans[samples].own_batch:
-            raise UsageError(
-                f"--batch max cannot change the batch of {model}, which returns one. Let the function "
-                "return the model only; the batch is then of input_ids and labels."
-            )
         return plans[samples].peak_nbytes
 
     if (fixed := config_dict(config).get("train_batch_size")) not in (None, "auto"):
@@ -477,6 +494,8 @@ def plan_of_largest_batch(
         )
     if memory_gib is None and (machine is None or machine.device.memory_bytes is None):
         raise UsageError("--batch max is the largest that fits --memory, which is not given.")
+    with explained(model, FACTORY_HINT):
+        refuse_own_batch("--batch max", model_source(model, 1, 1, sharded=False))
     peak_nbytes(1)
     limit_nbytes = plans[1].limit_nbytes
     assert limit_nbytes is not None
@@ -513,6 +532,9 @@ BATCH_HINT = (
     "If the batch is not of the kind that this model takes, give module:function, which returns the "
     "model and a batch."
 )
+
+
+FACTORY_HINT = "Correct the function that returns the model; it has no arguments."
 
 
 @contextmanager
