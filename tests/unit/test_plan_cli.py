@@ -170,6 +170,27 @@ def test_json_has_the_bytes_of_the_formula_and_the_traffic(run, stage, shards):
     assert found["assumed"] and found["not_modelled"]
 
 
+@pytest.mark.parametrize(("distance", "kept"), [(None, 1), (0, 0), (10**9, 2)])
+def test_units_that_stay_gathered_are_named_and_gathered_once(run, distance, kept):
+    names = ["first", "second"]
+    zero = {"stage": 3, "stage3_max_reuse_distance": distance}
+    text, found = (
+        run("nets_to_plan:plain", *options, zero_optimization=zero, gradient_accumulation_steps=3).stdout
+        for options in ((), ("--json",))
+    )
+    found = json.loads(found)
+    assert found["kept_units"] == names[2 - kept :]
+    gathered = {row["name"]: row["calls"] for row in found["traffic"] if row["op"] == "all_gather"}
+    assert gathered == {name: 3 if name in found["kept_units"] else 6 for name in names}
+    named = ", ".join(found["kept_units"]) or "none"
+    assert f"\nunits that stay gathered from forward to backward: {named}\n" in text
+
+
+def test_no_unit_is_kept_below_stage_3(run):
+    assert json.loads(run("nets_to_plan:plain", "--json").stdout)["kept_units"] == []
+    assert "stay gathered" not in run("nets_to_plan:plain").stdout
+
+
 @pytest.mark.parametrize(("model", "stage"), [("converted", 2), ("moved", 3)])
 def test_a_model_may_convert_itself_while_it_is_built(run, model, stage):
     found, plain = (
@@ -472,6 +493,8 @@ def test_every_stage_of_a_pipeline_is_planned(run, tmp_path):
     assert [each["rank"] for each in stages] == [0, 2]
     assert [each["parameters"] for each in stages] == [2 * layer + table, 3 * layer + table + 32]
     assert [each["in_flight"] for each in stages] == [2, 1]
+    # A stage that runs a backward right after its forward keeps its last block.
+    assert [len(each["kept_units"]) > 0 for each in stages] == [False, True]
     # hidden states of four micro-batches of 8 x 16 tokens, and their ids; only gradients come back
     assert stages[0]["sent_numel"] >= 4 * 8 * 16 * 33 > stages[1]["sent_numel"] == 4 * 8 * 16 * 32
     assert found["peak_nbytes"] == max(each["peak_nbytes"] for each in stages)

@@ -73,7 +73,7 @@ NOT_MODELLED_OF: Mapping[Target, str] = {
 class StageNeeds:
     """What one rank of a pipeline stage needs. ``in_flight``: micro-batches whose activations it keeps.
 
-    ``sent_numel``: elements that it sends to other stages in a step.
+    ``sent_numel``: elements that it sends to other stages in a step. ``kept_units``: as for a plan.
     """
 
     rank: int
@@ -82,6 +82,7 @@ class StageNeeds:
     peak_nbytes: int
     in_flight: int
     sent_numel: int
+    kept_units: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,7 @@ class Plan:
             "timeline": columns(timeline(found.events)),
             "largest": [asdict(holding) for holding in found.largest],
             "pipeline_stages": self._stages_as_dicts(),
+            "kept_units": list(found.kept),
             "traffic": [asdict(row) for row in found.traffic],
             "disk": {
                 "file_nbytes": found.file_nbytes, "read_nbytes": read, "written_nbytes": written,
@@ -396,7 +398,7 @@ def _stage_needs(found: Simulation, peak_nbytes: int) -> StageNeeds:
     rows = [row for row in found.memory if row.category not in TEMPORARY]
     states = sum(row.measured for row in rows if row.tier == "device")
     sent = sum(prod(each.shape) for each in found.messages if each.kind == "send")
-    return StageNeeds(found.rank, found.params_numel, states, peak_nbytes, found.in_flight, sent)
+    return StageNeeds(found.rank, found.params_numel, states, peak_nbytes, found.in_flight, sent, found.kept)
 
 
 def _times(

@@ -26,6 +26,9 @@ from zeroshard.planner.timeline import blocks, timeline
 TEXT_MOMENTS = 60
 """Moments of the timeline."""
 
+SHOWN_UNITS = 8
+"""Units that are named in one line."""
+
 FILE_WIDTH = 160
 """Columns of an output that is no terminal."""
 
@@ -210,6 +213,8 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
     yield f"over the step ({phases}): {blocks(points)}"
     yield _largest(plan)
     yield _traffic(plan)
+    if plan.stage == 3:
+        yield f"units that stay gathered from forward to backward: {_kept(found.kept)}"
     if found.file_nbytes:
         read, written = found.swapped
         yield (
@@ -347,6 +352,13 @@ def _traffic(plan: Plan) -> Table:
     for key in calls:
         table.add_row(*key, f"{calls[key]:,}", f"{numel[key]:,}", f"{sent[key]:,}")
     return table
+
+
+def _kept(names: Sequence[str]) -> str:
+    """Names of units, not all of many."""
+    shown = ", ".join(names[:SHOWN_UNITS]) or "none"
+    left = len(names) - SHOWN_UNITS
+    return f"{shown} and {left} more (--json has all)" if left > 0 else shown
 
 
 def _mib(nbytes: int) -> str:

@@ -92,7 +92,8 @@ class Simulation:
     program's own. ``file_nbytes``: what its swap files reserve. ``swapped``: bytes that the step reads
     from them and writes. ``together``: of each phase, the most bytes of device and host memory at one
     time; they are one memory on CPU ranks. ``run``: what a failed allocation would know of it.
-    ``starts``: of each micro-batch, how many events come before it. ``checkpoint``: what saving and
+    ``kept``: names of the units that stage 3 has not freed after a forward, so that their backward does
+    not gather them again. ``starts``: of each micro-batch, how many events come before it. ``checkpoint``: what saving and
     loading need, if that was asked for; then there are moments "save" and "load" too.
     """
 
@@ -118,6 +119,7 @@ class Simulation:
     run: Run
     starts: tuple[int, ...] = ()
     checkpoint: CheckpointNeeds | None = None
+    kept: tuple[str, ...] = ()
 
     def nbytes(self, category: str, tier: str = "device") -> int:
         """Counted bytes of a category. Those of gradients and temporaries are peaks."""
@@ -320,6 +322,7 @@ def _stepper(
             log.begin_micro_batch()
             loss = loss_fn(engine(*by_place, **by_name), labels)
             watch.phase = "backward"
+            log.begin_backward(engine.runtime.units)
             engine.backward(loss)
             watch.phase = "step"
             engine.step()
@@ -335,6 +338,8 @@ def _tell_phases(engine: Engine, watch: Allocations, log: StepLog) -> None:
             watch.phase = phase
             if phase == "forward":
                 log.begin_micro_batch()
+            elif phase == "backward":
+                log.begin_backward(engine.runtime.units)
             return call(*args, **kwargs)
 
         return run
@@ -370,6 +375,7 @@ def _begin(engine: Engine, watch: Allocations, log: StepLog) -> None:
     watch.measure(engine.runtime.ledger, Places(engine.module))
     log.calls.clear()
     log.starts.clear()
+    log.kept.clear()
     for recorder in engine._watch.recorders:
         recorder.reset_traffic()
 
@@ -410,6 +416,7 @@ def _result(
         dict(watch.together),
         run_of(engine, _activations(watch)),
         tuple(log.starts),
+        kept=tuple(unit.name for unit in engine.runtime.units if unit.name in log.kept),
     )
 
 

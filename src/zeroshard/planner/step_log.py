@@ -12,6 +12,7 @@ from zeroshard.comm.simulation import CallLog
 from zeroshard.comm.stage_messages import StageMessages
 from zeroshard.planner.allocations import Allocations, Held
 from zeroshard.planner.work import Work, work_of
+from zeroshard.zero.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class StepLog:
     starts: list[int] = field(
         default_factory=list
     )  # of each micro-batch: the number of events before
+    kept: set[str] = field(default_factory=set)  # units that are gathered when a backward begins
     _watch: Allocations | None = None  # knows the phase
     _ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by id of the recorder
 
@@ -90,6 +92,10 @@ class StepLog:
     def begin_micro_batch(self) -> None:
         """The forward of a micro-batch begins."""
         self.starts.append(len(self.events))
+
+    def begin_backward(self, units: Sequence[Unit]) -> None:
+        """A backward begins. Of ``units``, those of stage 3 that are gathered were kept from a forward."""
+        self.kept.update(unit.name for unit in units if unit.is_allocated and not unit.resident)
 
     def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Log a call of the dispatcher."""
