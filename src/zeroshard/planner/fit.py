@@ -46,7 +46,12 @@ from zeroshard.planner.candidates import (
 from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.fit_time import search_by_time
 from zeroshard.planner.gpu_kernels import Target
-from zeroshard.planner.model_source import can_checkpoint, even_split, model_source, refuse_own_batch
+from zeroshard.planner.model_source import (
+    can_checkpoint,
+    even_split,
+    model_source,
+    refuse_own_batch,
+)
 from zeroshard.planner.plan import Plan, config_dict, explained, make_plan, mesh_of
 
 

@@ -398,7 +398,9 @@ def _stage_needs(found: Simulation, peak_nbytes: int) -> StageNeeds:
     rows = [row for row in found.memory if row.category not in TEMPORARY]
     states = sum(row.measured for row in rows if row.tier == "device")
     sent = sum(prod(each.shape) for each in found.messages if each.kind == "send")
-    return StageNeeds(found.rank, found.params_numel, states, peak_nbytes, found.in_flight, sent, found.kept)
+    return StageNeeds(
+        found.rank, found.params_numel, states, peak_nbytes, found.in_flight, sent, found.kept
+    )
 
 
 def _times(
