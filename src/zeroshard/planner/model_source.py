@@ -118,8 +118,8 @@ def _batch(name: str, made: Any) -> Any:
     batch = made[1]
     if isinstance(batch, tuple) and len(batch) != 2:
         raise UsageError(
-            f"{name} returned a batch of {len(batch)} parts. It must be a mapping of inputs by name, or a "
-            "pair (inputs, labels)."
+            f"{name} returned a batch of {len(batch)} parts. It must be a mapping of inputs by name, or "
+            "a pair (inputs, labels)."
         )
     return batch
 

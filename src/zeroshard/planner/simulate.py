@@ -93,8 +93,9 @@ class Simulation:
     from them and writes. ``together``: of each phase, the most bytes of device and host memory at one
     time; they are one memory on CPU ranks. ``run``: what a failed allocation would know of it.
     ``kept``: names of the units that stage 3 has not freed after a forward, so that their backward does
-    not gather them again. ``starts``: of each micro-batch, how many events come before it. ``checkpoint``: what saving and
-    loading need, if that was asked for; then there are moments "save" and "load" too.
+    not gather them again. ``starts``: of each micro-batch, how many events come before it.
+    ``checkpoint``: what saving and loading need, if that was asked for; then there are moments "save" and
+    "load" too.
     """
 
     mesh: Mesh
