@@ -1,4 +1,4 @@
-"""The pages of a run and of a plan in headless Chromium: no error, request, script or sideways scroll; at most 2 MB."""
+"""Pages of runs and plans in headless Chromium: no error, request, script or sideways scroll; 2 MB."""
 
 from __future__ import annotations
 

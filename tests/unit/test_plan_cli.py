@@ -393,7 +393,8 @@ def test_a_mistake_is_explained_and_no_number_is_given(run, tmp_path, monkeypatc
     keys = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW"}}
     (tmp_path / "none.json").write_text('{"optimizer": {"type": "AdamW"}}')
     for name, own in (
-        ("ds", {}), ("28", {"train_batch_size": 28, "train_micro_batch_size_per_gpu": "auto"}), ("30", {"train_batch_size": 30}), ("tensor3", {"parallel": {"tensor": 3}}),
+        ("ds", {}), ("30", {"train_batch_size": 30}), ("tensor3", {"parallel": {"tensor": 3}}),
+        ("28", {"train_batch_size": 28, "train_micro_batch_size_per_gpu": "auto"}),
         ("stages", {"parallel": {"pipeline": 2}}),
     ):  # fmt: skip
         (tmp_path / f"{name}.json").write_text(json.dumps(keys | own))

@@ -250,11 +250,11 @@ def make_plan(
     ``model``: see :func:`~zeroshard.planner.model_source.model_source`. ``micro_batch`` replaces
     ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample; a model with a batch of its own
     takes neither, and its rows are the micro-batch if nothing says how large that is. ``memory_gib``: of
-    one device; ``checkpointing``: call the model's ``gradient_checkpointing_enable()``. ``machine``: predict the time
-    of a step on it, and compare the peak with its memory if ``memory_gib`` is not given. ``target``: see
-    :func:`target_of`. ``with_events``: keep what the step does, for a trace. ``few``: simulate two
-    micro-batches of a step at most, and of a pipeline with the schedule 1F1B one more than it has
-    stages; later ones hold and take what the last of these does.
+    one device; ``checkpointing``: call the model's ``gradient_checkpointing_enable()``. ``machine``:
+    predict the time of a step on it, and compare the peak with its memory if ``memory_gib`` is not given.
+    ``target``: see :func:`target_of`. ``with_events``: keep what the step does, for a trace. ``few``:
+    simulate two micro-batches of a step at most, and of a pipeline with the schedule 1F1B one more than
+    it has stages; later ones hold and take what the last of these does.
     All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all. Of
     a pipeline one rank of each stage is simulated. A model that is no pipeline is cut into stages with
     equal numbers of blocks.

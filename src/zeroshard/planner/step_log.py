@@ -94,7 +94,7 @@ class StepLog:
         self.starts.append(len(self.events))
 
     def begin_backward(self, units: Sequence[Unit]) -> None:
-        """A backward begins. Of ``units``, those of stage 3 that are gathered were kept from a forward."""
+        """A backward begins. Those of ``units`` that are gathered now were kept from a forward."""
         self.kept.update(unit.name for unit in units if unit.is_allocated and not unit.resident)
 
     def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
