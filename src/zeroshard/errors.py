@@ -7,6 +7,14 @@ ZeroShard's own invariants.
 
 from __future__ import annotations
 
+PLAN_COMMAND = "zeroshard plan MODEL --config ds.json --ranks N --memory GIB --fit speed"
+"""Finds the fastest stage, offload and micro-batch that fit; without ``--fit``, plans what is given."""
+NO_TUNING = (
+    "nothing needs tuning: sizes are derived from the model. For the fastest stage, offload and "
+    f"micro-batch that fit, run: {PLAN_COMMAND}"
+)
+"""Why there is no autotuning, and what to do instead."""
+
 
 class ZeroShardError(RuntimeError):
     """Base of every error that ZeroShard raises on purpose."""

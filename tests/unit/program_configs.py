@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from zeroshard.errors import PLAN_COMMAND
+
 FP16 = {
     "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
     "hysteresis": 2, "min_loss_scale": 1,
@@ -306,7 +308,7 @@ WILD: dict[str, tuple[dict[str, Any], str]] = {
                                  "micro_batch_sizes": [2, 4, 6]}},
         "checkpoints load at any world size"),
     "deepspeed autotuning": (
-        {**PLAIN, "autotuning": {"enabled": True, "fast": False}}, "nothing needs tuning"),
+        {**PLAIN, "autotuning": {"enabled": True, "fast": False}}, PLAN_COMMAND),
     "deepspeed autocast": (
         {**PLAIN, "torch_autocast": {"enabled": True, "dtype": "bfloat16",
                                      "lower_precision_safe_modules": ["torch.nn.Linear"]},

@@ -15,7 +15,13 @@ from zeroshard import deepspeed
 from zeroshard.comm.env import default_backend, default_timeout, local_device
 from zeroshard.deepspeed import activations, device
 from zeroshard.device.choice import accelerator_type
-from zeroshard.errors import CheckpointError, LaunchError, UnsupportedError, UsageError
+from zeroshard.errors import (
+    PLAN_COMMAND,
+    CheckpointError,
+    LaunchError,
+    UnsupportedError,
+    UsageError,
+)
 from zeroshard.launch import LaunchRequest
 from zeroshard.launch.options import passed_on
 from zeroshard.launch.rank_env import read_exports, with_directory_first
@@ -179,7 +185,8 @@ def test_estimates_for_known_numbers(capsys):
     net = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 10))
     stage3.estimate_zero3_model_states_mem_needs_all_live(net, num_gpus_per_node=4)
     stage2.estimate_zero2_model_states_mem_needs_all_live(net)
-    out = capsys.readouterr().out
+    out, told = capsys.readouterr()
+    assert told.count(f"run: {PLAN_COMMAND}\n") == 2 and "zeroshard" not in out
     assert "1 node, 4 GPUs per node" in out and "1M total params, 1M largest layer params" in out
     assert out.count("offload_param=cpu ") == 2
 

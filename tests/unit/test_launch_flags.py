@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from zeroshard.cli import launch as launch_options
 from zeroshard.cli.main import main
 from zeroshard.deepspeed import command
-from zeroshard.errors import LaunchError
+from zeroshard.errors import PLAN_COMMAND, LaunchError
 from zeroshard.launch.cores import (
     Cpu,
     Shares,
@@ -328,6 +328,7 @@ def test_flags_of_the_deepspeed_command_keep_their_names(request_of):
     ("words", "message"),
     [
         (["--autotuning", "run"], "sizes are derived from the model"),
+        (["--autotuning", "tune"], f"run: {PLAN_COMMAND}. Leave --autotuning out."),
         (["--elastic_training"], "checkpoints load at any world size"),
         (["--max_elastic_nodes", "4"], "checkpoints load at any world size"),
         (["--save_pids"], "--save_pid"),

@@ -13,6 +13,7 @@ from typing import Any
 from zeroshard.config.fields import Key, Section, key_of, section_type
 from zeroshard.config.params import ARGUMENTS
 from zeroshard.config.schema import Config
+from zeroshard.errors import NO_TUNING
 
 REMOVED = "DeepSpeed has removed it; "
 
@@ -29,7 +30,7 @@ REFUSED: dict[str, str] = {
     "curriculum_learning": REMOVED + "choose the order of the data in the data loader",
     "progressive_layer_drop": REMOVED + "drop layers in the code of the model",
     "data_efficiency": "it changes the data and the model, which ZeRO does not; use the data loader",
-    "autotuning": "nothing needs tuning: sizes are derived from the model",
+    "autotuning": NO_TUNING,
     "hybrid_engine": "generation inside training is not part of ZeRO",
     "weight_quantization": "it is for inference",
     "datastates_ckpt": "its checkpoints depend on one external engine",

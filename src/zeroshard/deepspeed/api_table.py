@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from zeroshard.deepspeed.checkpoint_constants import WORDS
+from zeroshard.errors import NO_TUNING
 
 Verdict = Literal["works", "accepted", "refused", "later"]
 
@@ -379,7 +380,7 @@ _ABSENT: tuple[tuple[Verdict, str, str], ...] = (  # no such name; the error giv
     ("refused", "module_inject", _INFERENCE),
     ("refused", "model_implementations", _INFERENCE),
     ("refused", "runtime.hybrid_engine", _INFERENCE),
-    ("refused", "autotuning", "nothing needs tuning: sizes are derived from the model"),
+    ("refused", "autotuning", NO_TUNING),
     ("refused", "compression.init_compression", _COMPRESS),
     ("refused", "compression.scheduler", _COMPRESS),
     ("refused", "elasticity.elastic_agent", "the number of ranks does not change during a run; "
@@ -454,8 +455,7 @@ _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which obj
     ("refused", "engine", "sparse_allreduce sparse_all_gather allreduce_bucket "
      "buffered_allreduce_fallback allreduce_no_retain allreduce_and_copy",
      "gradients are reduced during backward, and are never sparse"),
-    ("refused", "engine", "autotuning_enabled autotuning_metric",
-     "nothing needs tuning: sizes are derived from the model"),
+    ("refused", "engine", "autotuning_enabled autotuning_metric", NO_TUNING),
     ("refused", "engine", "register_compile_pass get_compile_time",
      "DeepCompile is not offered; use engine.compile()"),
     ("works", "engine", "train_batch eval_batch",
@@ -564,8 +564,8 @@ def find(path: str) -> Name | None:
 def reason(path: str) -> str:
     """Why a name does not exist, in one sentence, with the remedy.
 
-    >>> reason("autotuning.cli")
-    'deepspeed.autotuning is refused by ZeroShard: nothing needs tuning: sizes are derived from the model'
+    >>> reason("nebula.x")  # doctest: +ELLIPSIS
+    'deepspeed.nebula is refused by ZeroShard: DeepSpeed has removed it; save ...'
     """
     if path in SAME_MODULE:
         return f"deepspeed.{path} is an attribute; the module is deepspeed.{SAME_MODULE[path]}."

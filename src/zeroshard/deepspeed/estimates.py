@@ -1,8 +1,17 @@
-"""Estimates the memory of a model's states: the tables that programs print to choose a stage."""
+"""Estimates the memory of a model's states: the tables that programs print to choose a stage.
+
+The formulas are DeepSpeed's and leave out activations and temporaries. A plan has them, and chooses::
+
+    zeroshard plan MODEL --config ds.json --ranks N --memory GIB --fit speed
+"""
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
+
+from zeroshard.errors import PLAN_COMMAND
 
 _GIB = 1 << 30
 
@@ -14,7 +23,10 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Bytes of host memory per node and of device memory per GPU at stage 2 in mixed precision."""
+    """Bytes of host memory per node and of device memory per GPU at stage 2 in mixed precision.
+
+    Without activations; ``zeroshard plan MODEL --config ds.json --ranks N`` has them.
+    """
     ranks = num_gpus_per_node * num_nodes
     if cpu_offload:
         device: float = 2 * total_params
@@ -35,7 +47,10 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Bytes of host memory per node, of device memory per GPU, and of the largest layer at stage 3."""
+    """Bytes of host memory per node, of device memory per GPU, and of the largest layer at stage 3.
+
+    Without activations; ``zeroshard plan MODEL --config ds.json --ranks N`` has them.
+    """
     ranks = num_gpus_per_node * num_nodes
     layer = 4 * largest_layer_params
     if not cpu_offload:
@@ -56,7 +71,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the table of stage 2 for a number of parameters."""
+    """Print the table of stage 2 for a number of parameters, and name ``zeroshard plan``."""
     print(_heading(num_gpus_per_node, num_nodes, total_params))
     print("  per CPU  |  per GPU |   Options")
     for offload in (True, False):
@@ -65,6 +80,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
         )
         word = "cpu" if offload else "none"
         print(f" {host / _GIB:7.2f}GB | {device / _GIB:6.2f}GB | offload_optimizer={word}")
+    _name_the_plan()
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -74,7 +90,10 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the table of stage 3 for a number of parameters, in all and in the largest layer."""
+    """Print the table of stage 3 for a number of parameters, in all and in the largest layer.
+
+    Names ``zeroshard plan`` after it.
+    """
     print(_heading(num_gpus_per_node, num_nodes, total_params, largest_layer_params))
     print("  per CPU  |  per GPU |   Options")
     for params, optimizer in ((True, True), (False, True), (False, False)):
@@ -88,6 +107,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
                 f"offload_optimizer={'cpu ' if optimizer else 'none'}, zero_init={int(zero_init)}"
             )
             print(f" {host / _GIB:7.2f}GB | {device / _GIB:6.2f}GB | {words}")
+    _name_the_plan()
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -96,7 +116,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the table of stage 2 for a model."""
+    """Print the table of stage 2 for a model, and name ``zeroshard plan``."""
     total, _ = _numbers(model)
     estimate_zero2_model_states_mem_needs_all_cold(
         total, num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -109,10 +129,19 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the table of stage 3 for a model."""
+    """Print the table of stage 3 for a model, and name ``zeroshard plan``."""
     total, largest = _numbers(model)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def _name_the_plan() -> None:
+    """Print what to run on standard error: programs read the table on standard output."""
+    print(
+        "These are model states only. For activations, temporaries and what fits, run: "
+        f"{PLAN_COMMAND}",
+        file=sys.stderr,
     )
 
 

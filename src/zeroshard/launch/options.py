@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
+from zeroshard.errors import NO_TUNING
 from zeroshard.launch.mpi import MPI_LAUNCHERS
 from zeroshard.launch.supervisor import ShutdownTimeouts
 
@@ -271,7 +272,6 @@ class LaunchRequest:
         return self.log_level.lower() in _VERBOSE_LEVELS
 
 
-_NO_TUNING = "nothing needs tuning: sizes are derived from the model. Leave it out."
 _NO_ELASTIC = (
     "the number of ranks does not change during a run; checkpoints load at any world size. Leave it "
     "out, and start again with other hosts."
@@ -285,7 +285,10 @@ WITHOUT_FIELD: dict[str, tuple[type, Option]] = {
             help="Has no effect: hosts are not checked. If ssh cannot reach a host, the start fails.",
         ),
     ),
-    "autotuning": (str, Option(("--autotuning",), hidden=True, refused=_NO_TUNING)),
+    "autotuning": (
+        str,
+        Option(("--autotuning",), hidden=True, refused=f"{NO_TUNING}. Leave --autotuning out."),
+    ),
     "elastic_training": (bool, Option(("--elastic_training",), hidden=True, refused=_NO_ELASTIC)),
     "min_elastic_nodes": (int, Option(("--min_elastic_nodes",), hidden=True, refused=_NO_ELASTIC)),
     "max_elastic_nodes": (int, Option(("--max_elastic_nodes",), hidden=True, refused=_NO_ELASTIC)),
