@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -35,8 +34,7 @@ FILE_WIDTH = 160
 
 def plan_console() -> Console:
     """Where a plan is printed: as wide as the terminal or ``COLUMNS``, else :data:`FILE_WIDTH`."""
-    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(emoji=False, width=None if has_width else FILE_WIDTH)
+    return Console(emoji=False, width=shutil.get_terminal_size((FILE_WIDTH, 24)).columns)
 
 
 def show(plan: Plan, console: Console) -> None:
