@@ -327,6 +327,8 @@ MISTAKES = [
     (PLAN + "plain --memory inf" + RUN, "--memory is inf GiB, which is not a size"),
     (PLAN + "plain --config ds.json --ranks 0", "'--ranks'"),
     (PLAN + "words --seq 0" + RUN, "'--seq'"),
+    (PLAN + "words --ranks-per-node 0" + RUN, "'--ranks-per-node'"),
+    (PLAN + "words --ranks-per-node 3 --config ds.json --ranks 4", "--ranks-per-node 3 does not divide"),
     (PLAN + "words --batch 0" + RUN, "--batch is '0', which is not a number of samples"),
     (PLAN + "plain --batch 8" + RUN, "--batch is 8, and nets_to_plan:plain returns a batch of its own"),
     (PLAN + "plain --seq 8" + RUN, "--seq is 8, and nets_to_plan:plain returns a batch of its own"),
@@ -362,6 +364,10 @@ MISTAKES = [
     (
         FIT + "tensor=16 --machine h100 --config ds.json --ranks 16",
         "16 tensor ranks do not divide the 8 devices of a node of",
+    ),
+    (
+        FIT + "tensor=4 --ranks-per-node 2 --config ds.json --ranks 4",
+        "4 tensor ranks do not divide the 2 devices of a node of --ranks-per-node",
     ),
     (FIT + "tensor=2 --config ds.json --ranks 4", "tensor 2: Words has no tensor plan of its own"),
     (FIT + "tensor=2 --config tensor3.json --ranks 6", "with parallel.tensor 3 the program cuts it"),
@@ -460,6 +466,25 @@ def test_samples_per_second_are_those_of_the_batch_of_the_model(
     ) == taken
 
 
+@pytest.mark.parametrize(("size", "transport"), [(None, "shared"), (4, "shared"), (2, "p2p")])
+def test_cpu_ranks_of_several_nodes_have_no_shared_memory(run, size, transport):
+    options = () if size is None else ("--ranks-per-node", str(size))
+    found = json.loads(run("nets_to_plan:plain", "--json", *options).stdout)
+    assert found["ranks_per_node"] == size
+    told = " ".join(found["assumed"])
+    assert ("communicate through p2p" in told) is (transport == "p2p")
+    assert ("communicate through shared memory" in told) is (transport == "shared")
+
+
+def test_ranks_of_several_nodes_wait_longer_for_each_other(run):
+    seconds = {}
+    for size in (None, 2, 4, 8):
+        options = () if size is None else ("--ranks-per-node", str(size))
+        words = ("nets_to_plan:plain", "--machine", "h100", "--json", *options)
+        seconds[size] = json.loads(run(*words, stage=1).stdout)["time"]["communication_s"]
+    assert seconds[2] > seconds[4] == seconds[8] == seconds[None]
+
+
 def test_changes_of_a_run_whose_batch_comes_with_the_model(run):
     result = run("nets_to_plan:plain", "--memory", "0.0001", "--json", stage=0)
     assert result.exit_code == 0, result.output
@@ -521,7 +546,7 @@ def test_every_stage_of_a_pipeline_is_planned(run, tmp_path):
         last[e["name"]] >= e["ts"] + e["dur"] - 1e-6 for e in sent if e["name"] in last
     )
     waits = time["otherData"]["time"]["stages_s"]
-    assert 0 < waits < time["otherData"]["time"]["total_s"]
+    assert 0 < waits < time["otherData"]["time"]["communication_s"]
     assert "waits for other pipeline stages: " in text.stdout
     searched = run(
         "tiny", "--seq", "16", "--memory", "1", "--fit", "speed", "--fit-axes", "pipeline=2", **keys

@@ -44,6 +44,10 @@ def plan_command(
     ] = None,
     config: Annotated[str | None, typer.Option(help="The configuration of the run (JSON).")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks of a node. Default: those of --machine, or one node."),
+    ] = None,
     batch: Annotated[
         str | None,
         typer.Option(help='Samples of a micro-batch, or "max": the most that fit --memory.'),
@@ -147,7 +151,7 @@ def plan_command(
             searched = fit_run(
                 model, Path(config), aim=fit.value, ranks=ranks, length=seq, memory_gib=memory,
                 machine=computer, target=None if target is None else target.value,
-                axes=axes,
+                axes=axes, ranks_per_node=ranks_per_node,
             )  # fmt: skip
         if as_json:
             print(json.dumps(searched.as_dict(), indent=1))
@@ -160,18 +164,19 @@ def plan_command(
         if batch == "max":
             found = plan_of_largest_batch(
                 model, Path(config), ranks=ranks, length=seq, memory_gib=memory, machine=computer,
-                target=kind, with_events=trace is not None,
+                target=kind, with_events=trace is not None, ranks_per_node=ranks_per_node,
             )  # fmt: skip
         else:
             samples = None if batch is None else _samples(batch)
             found = make_plan(
                 model, Path(config), ranks=ranks, micro_batch=samples, length=seq, memory_gib=memory,
                 machine=computer, target=kind, with_events=trace is not None,
+                ranks_per_node=ranks_per_node,
             )  # fmt: skip
             if not check:  # changes cost several more simulations
                 found = with_changes(
                     found, model, Path(config), length=seq, memory_gib=memory, machine=computer,
-                    target=kind,
+                    target=kind, ranks_per_node=ranks_per_node,
                 )  # fmt: skip
         _write(found, html, trace)
     if as_json:

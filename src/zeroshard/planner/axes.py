@@ -74,11 +74,15 @@ def _check_name(name: str) -> None:
 
 
 def sizes_of(
-    axes: Mapping[str, Sequence[int]], *, ranks: int, machine: MachineFile | None
+    axes: Mapping[str, Sequence[int]],
+    *,
+    ranks: int,
+    machine: MachineFile | None,
+    ranks_per_node: int | None = None,
 ) -> list[Sizes]:
     """The meshes to try, those with fewer ranks for a copy of the model first, and of these pipelines.
 
-    ``axes``: as :func:`read_axes` gives them.
+    ``axes``: as :func:`read_axes` gives them. ``ranks_per_node``: instead of those of the machine.
 
     Raises:
         UsageError: a size does not divide the ranks of the run or of a node.
@@ -86,7 +90,9 @@ def sizes_of(
     tensors: Sequence[int | None] = (None,)
     stages: Sequence[int | None] = (None,)
     if "tensor" in axes:
-        tensors = tensor_sizes(axes["tensor"], ranks=ranks, machine=machine)
+        tensors = tensor_sizes(
+            axes["tensor"], ranks=ranks, machine=machine, ranks_per_node=ranks_per_node
+        )
     if "pipeline" in axes:
         stages = pipeline_sizes(axes["pipeline"], ranks=ranks)
     found = [Sizes(tensor, pipeline) for tensor in tensors for pipeline in stages]
@@ -110,19 +116,24 @@ def pipeline_sizes(asked: Sequence[int], *, ranks: int) -> tuple[int, ...]:
 
 
 def tensor_sizes(
-    asked: Sequence[int], *, ranks: int, machine: MachineFile | None
+    asked: Sequence[int],
+    *,
+    ranks: int,
+    machine: MachineFile | None,
+    ranks_per_node: int | None = None,
 ) -> tuple[int, ...]:
     """The numbers of tensor ranks to try: ``asked``, or all that divide the run and a node.
 
-    Tensor ranks wait for each other in every layer, so they are inside a node. Without a machine the
-    sizes that are asked for need only divide ``ranks``, and others divide :data:`NODE_RANKS` too.
+    Tensor ranks wait for each other in every layer, so they are inside a node, which has
+    ``ranks_per_node`` or the devices of the machine. Where neither is given, the sizes that are asked for
+    need only divide ``ranks``, and others divide :data:`NODE_RANKS` too.
 
     Raises:
         UsageError: a size does not divide the ranks of the run or of a node.
     """
-    node = None
-    if machine is not None and machine.devices_per_node is not None:
-        node = round(machine.devices_per_node.value)
+    node, named = ranks_per_node, "--ranks-per-node"
+    if node is None and machine is not None and machine.devices_per_node is not None:
+        node, named = round(machine.devices_per_node.value), repr(machine.name)
     for size in asked:
         if ranks % size:
             raise UsageError(
@@ -131,8 +142,8 @@ def tensor_sizes(
             )
         if node is not None and node % size:
             raise UsageError(
-                f"--fit-axes: {size} tensor ranks do not divide the {node} devices of a node of "
-                f"{machine.name!r}, and tensor ranks wait for each other in every layer. Sizes that do: "  # type: ignore[union-attr]
+                f"--fit-axes: {size} tensor ranks do not divide the {node} devices of a node of {named}, "
+                "and tensor ranks wait for each other in every layer. Sizes that do: "
                 f"{_listed(_divisors(gcd(ranks, node)))}."
             )
     return tuple(asked) or _divisors(gcd(ranks, node or NODE_RANKS))

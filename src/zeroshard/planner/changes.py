@@ -34,6 +34,7 @@ def with_changes(
     memory_gib: float | None = None,
     machine: MachineFile | None = None,
     target: Target | None = None,
+    ranks_per_node: int | None = None,
 ) -> Plan:
     """A plan that does not fit, with up to three changes that make it fit; others stay as they are.
 
@@ -51,7 +52,7 @@ def with_changes(
                 model, merged(base, keys), ranks=plan.mesh.world_size,
                 micro_batch=None if fixed or MICRO_BATCH in keys else plan.micro_batch,
                 length=length, memory_gib=memory_gib, machine=machine, target=target,
-                checkpointing=not line.startswith("{"), few=few,
+                checkpointing=not line.startswith("{"), few=few, ranks_per_node=ranks_per_node,
             )  # fmt: skip
         except (ConfigError, UnsupportedError):  # such as a stage that the mesh does not allow
             return None

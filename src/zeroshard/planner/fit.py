@@ -52,7 +52,14 @@ from zeroshard.planner.model_source import (
     model_source,
     refuse_own_batch,
 )
-from zeroshard.planner.plan import Plan, config_dict, explained, make_plan, mesh_of
+from zeroshard.planner.plan import (
+    Plan,
+    config_dict,
+    explained,
+    make_plan,
+    mesh_of,
+    with_node_size,
+)
 
 
 def fit(
@@ -66,6 +73,7 @@ def fit(
     machine: MachineFile | None = None,
     target: Target | None = None,
     axes: Mapping[str, Sequence[int]] | None = None,
+    ranks_per_node: int | None = None,
 ) -> Fit:
     """The configuration for a model that fits ``memory_gib``, with the batch of a step as it is.
 
@@ -92,7 +100,7 @@ def fit(
     if wanted:
         assert settings.train_batch_size is not None  # computed where it is not given
         check_axes_are_free(base, wanted)
-        sizes = sizes_of(wanted, ranks=ranks, machine=machine)
+        sizes = sizes_of(wanted, ranks=ranks, machine=machine, ranks_per_node=ranks_per_node)
         found, refused = samples_by_sizes(
             settings.train_batch_size, sizes, ranks, tensor=mesh.tensor
         )
@@ -102,6 +110,7 @@ def fit(
         return make_plan(
             model, candidate.config(base), ranks=ranks, length=length, memory_gib=memory_gib,
             checkpointing=candidate.checkpointing, machine=machine, target=target, few=True,
+            ranks_per_node=ranks_per_node,
         )  # fmt: skip
 
     with explained(model):
@@ -110,7 +119,8 @@ def fit(
         able = can_checkpoint(source)
     with calm_collector():
         if machine is not None and aim == "speed":
-            result = search_by_time(simulated, base, machine, samples=samples, can_checkpoint=able)
+            priced = with_node_size(machine, ranks, ranks_per_node) or machine
+            result = search_by_time(simulated, base, priced, samples=samples, can_checkpoint=able)
         else:
             result = search(simulated, base, aim=aim, samples=samples, can_checkpoint=able)
     return replace(result, refused=refused, split=_split(model, result.chosen))

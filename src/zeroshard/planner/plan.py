@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from zeroshard.config import Config, load_config
-from zeroshard.config.machine_file import MachineFile
+from zeroshard.config.machine_file import MachineFile, Number
 from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.config.parse import read_source
 from zeroshard.core.ledger import TEMPORARY
@@ -115,7 +115,7 @@ class Plan:
     ``peak_phase`` and ``peak_nbytes``: the highest peak on the device, ``init`` included; on a serial
     machine, which is a CPU, of device and host together, as they are one memory there. ``assumed``: what
     the planner chose itself. ``changes``: each makes the run fit; None: they were not looked for.
-    ``config``: key, value and origin of every key, without secrets.
+    ``ranks_per_node``: None: not given. ``config``: key, value and origin of every key, without secrets.
     """
 
     model: str
@@ -134,6 +134,7 @@ class Plan:
     stage_times: tuple[StepTime, ...] = ()
     of_stages: tuple[Simulation, ...] = ()
     changes: tuple[Change, ...] | None = None
+    ranks_per_node: int | None = None
     config: tuple[tuple[str, str, str], ...] = ()
 
     @property
@@ -178,6 +179,7 @@ class Plan:
         return {
             "model": self.model, "target": self.target, "parameters": found.params_numel,
             "mesh": self.mesh.text, "ranks": self.mesh.world_size, "rank": found.rank,
+            "ranks_per_node": self.ranks_per_node,
             "stage": self.stage, "micro_batch": self.micro_batch,
             "fits": self.fits, "limit_nbytes": self.limit_nbytes,
             "spare_nbytes": self.spare_nbytes, "peak_nbytes": self.peak_nbytes,
@@ -244,6 +246,7 @@ def make_plan(
     target: Target | None = None,
     with_events: bool = False,
     few: bool = False,
+    ranks_per_node: int | None = None,
 ) -> Plan:
     """Simulate one rank of a run and say what it needs. Must be called outside of any process group.
 
@@ -254,7 +257,9 @@ def make_plan(
     predict the time of a step on it, and compare the peak with its memory if ``memory_gib`` is not given.
     ``target``: see :func:`target_of`. ``with_events``: keep what the step does, for a trace. ``few``:
     simulate two micro-batches of a step at most, and of a pipeline with the schedule 1F1B one more than
-    it has stages; later ones hold and take what the last of these does.
+    it has stages; later ones hold and take what the last of these does. ``ranks_per_node``: instead of
+    the devices of a node of the machine; CPU ranks of several nodes do not communicate through shared
+    memory.
     All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all. Of
     a pipeline one rank of each stage is simulated. A model that is no pipeline is cut into stages with
     equal numbers of blocks.
@@ -266,6 +271,7 @@ def make_plan(
     """
     limit_nbytes = None if memory_gib is None else limit_of(memory_gib)
     kind = target_of(machine, target)
+    machine = with_node_size(machine, ranks, ranks_per_node)
     named = micro_batch is not None or names_a_batch(config_dict(config))
     arguments = {MICRO_BATCH: micro_batch if named else 1}
     loaded = load_config(config, world_size=ranks, arguments=arguments)
@@ -299,7 +305,13 @@ def make_plan(
     chosen = config_dict(config) | ({k: v for k, v in arguments.items() if v is not None})
     transport = chosen.get("transport", "auto")
     if kind == "cpu" and transport == "auto" and mesh.world_size > 1:
-        transport = chosen["transport"] = "shm"
+        one_node = ranks_per_node is None or ranks <= ranks_per_node
+        transport = chosen["transport"] = "shm" if one_node else "p2p"
+        if not one_node:
+            assumed += (
+                f"nodes have {ranks_per_node} ranks, so CPU ranks communicate through p2p; groups inside "
+                "a node would use shared memory",
+            )
     count = settings.gradient_accumulation_steps or 1
     enough = _enough(source, mesh)
     few = few and enough is not None and count > enough
@@ -332,7 +344,7 @@ def make_plan(
     if transport == "shm":
         assumed += (
             "all ranks are on one host and communicate through shared memory; for ranks of several "
-            'hosts, "transport": "p2p"',
+            'hosts, --ranks-per-node or "transport": "p2p"',
         )
     if few:
         assumed += (
@@ -361,6 +373,7 @@ def make_plan(
         stages=tuple(map(_stage_needs, of_stages, peaks)) if mesh.pipeline > 1 else (),
         stage_times=tuple(times) if mesh.pipeline > 1 else (),
         of_stages=tuple(of_stages),
+        ranks_per_node=ranks_per_node,
         config=tuple(loaded.rows()),
     )
 
@@ -443,6 +456,27 @@ def target_of(machine: MachineFile | None, asked: Target | None) -> Target:
     return own
 
 
+def with_node_size(
+    machine: MachineFile | None, ranks: int, ranks_per_node: int | None
+) -> MachineFile | None:
+    """A machine with so many devices in a node; None stays as it is.
+
+    Raises:
+        UsageError: the ranks do not fill nodes of this size.
+    """
+    if ranks_per_node is None:
+        return machine
+    if ranks > ranks_per_node and ranks % ranks_per_node:
+        raise UsageError(
+            f"--ranks-per-node {ranks_per_node} does not divide --ranks {ranks}, so one node would have "
+            "fewer ranks than the others. Give numbers that divide."
+        )
+    if machine is None:
+        return None
+    size = Number(value=ranks_per_node, source="assumed")
+    return machine.model_copy(update={"devices_per_node": size})
+
+
 def device_memory(machine: MachineFile, communicators: int) -> tuple[int, str]:
     """Bytes that tensors can have on a device, which has a size, and a sentence about the rest."""
     device = machine.device
@@ -471,6 +505,7 @@ def plan_of_largest_batch(
     machine: MachineFile | None = None,
     target: Target | None = None,
     with_events: bool = False,
+    ranks_per_node: int | None = None,
 ) -> Plan:
     """The plan with the largest micro-batch that fits ``memory_gib``; one more sample does not fit.
 
@@ -487,7 +522,7 @@ def plan_of_largest_batch(
             return plans[samples].peak_nbytes
         plans[samples] = make_plan(
             model, config, ranks=ranks, micro_batch=samples, length=length, memory_gib=memory_gib,
-            machine=machine, target=target, with_events=with_events,
+            machine=machine, target=target, with_events=with_events, ranks_per_node=ranks_per_node,
         )  # fmt: skip
         return plans[samples].peak_nbytes
 
