@@ -33,7 +33,7 @@ def record(steps: int) -> str:
         "kind": "run", "format": 1, "time_s": 1e9, "attempt": 1, "host": LONG, "rank": 0,
         "world_size": 2, "mesh": {"tensor": 2}, "versions": {"zeroshard": "0.1"}, "device": "cpu",
         "transport": "gloo", "dtypes": LONG, "stage": 3, "accumulation": 2, "train_batch_size": 8,
-        "model": SCRIPT, "parameters": 1000, "units": 2, "kept_units": [],
+        "model": SCRIPT, "parameters": 1000, "units": 2,
         "config": [[SCRIPT, SCRIPT, "config"], ["a.path", json.dumps(LONG), "file"]],
         "environment": {"NCCL_DEBUG": LONG}, "notes": [SCRIPT],
     }  # fmt: skip

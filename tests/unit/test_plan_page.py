@@ -58,6 +58,7 @@ def timed():
 def test_the_page_has_what_the_plan_says_and_no_script(timed):
     plan = timed.as_dict()
     page = plan_page(plan, timed.config)
+    assert re.search(r"operations of</t[dh]>\s*<td[^>]*>cuda<", page)
     assert len(page.encode()) < 2e6
     assert "<script" not in page and "<img" not in page
     assert page.count("<svg") == page.count("<summary>Table</summary>") == 4

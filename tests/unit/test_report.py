@@ -24,7 +24,7 @@ FIRST = {
     "kind": "run", "format": 1, "time_s": 1e9, "attempt": 0, "host": "node1", "rank": 0,
     "world_size": 2, "mesh": {"tensor": 1}, "versions": {"zeroshard": "0.1"}, "device": "cpu",
     "transport": "gloo", "dtypes": "fp32", "stage": 3, "accumulation": 2, "train_batch_size": 8,
-    "model": "GPT", "parameters": 1000, "units": 2, "kept_units": [],
+    "model": "GPT", "parameters": 1000, "units": 2,
     "config": [["a.b", "1", "config"], ["c", "2", "default"]], "environment": {}, "notes": [],
 }  # fmt: skip
 MEMORY = [
@@ -75,6 +75,7 @@ def test_a_page_shows_curves_memory_traffic_and_the_configuration(tmp_path):
     assert "1 values were not finite and are not drawn." in page
     assert "2, the last one is step 2; 1 skipped" in page
     assert re.search(r"<td>parameters</td><td>1\.00</td><td>2\.00</td>", page)
+    assert re.search(r"<td>gathered</td><td>none</td><td>4\.00</td>", page)
     # 2 steps: 8000 elements gathered are 4 times 1000 parameters a step, as stage 3 with 2 needs
     assert re.search(r"<td>all_gather</td><td>4</td><td>4</td>", page)
     assert re.search(r"<td>reduce_scatter</td><td>2</td><td>2</td>", page)

@@ -113,7 +113,6 @@ def _first_line(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> dict[
         "model": type(draft.model).__name__,
         "parameters": _num_parameters(runtime),
         "units": len(runtime.units),
-        "kept_units": [unit.name for unit in runtime.units if unit.resident],
         "config": [list(row) for row in draft.loaded.rows()],
         "environment": variables_of_behaviour(),
         "notes": list(runtime.traffic.lines),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,12 +177,13 @@ def _memory(record: RunRecord) -> Figure:
         bar_chart(bars or {"nothing": {"measured": 0.0}}, "MiB, rank 0"),
         ("category", "planned, MiB", "measured, MiB"),
         [
-            (name, f"{held.get('planned', math.nan):.2f}", f"{held['measured']:.2f}")
+            (name, *(f"{held[of]:.2f}" if of in held else "none" for of in ("planned", "measured")))
             for name, held in bars.items()
         ],
         "What rests between two steps, and the peaks of gradients, gathered parameters, buckets, scratch "
-        "memory and activations (no plan: nan). Activations are what the engine did not hold when a "
-        "backward began; on a CPU the growth of the process. Every tenth step was looked at.",
+        "memory and activations, which a run does not plan (none). Activations are what the engine did "
+        "not hold when a backward began; on a CPU the growth of the process. Every tenth step was looked "
+        "at.",
     )  # fmt: skip
 
 
@@ -213,8 +213,8 @@ def _traffic(record: RunRecord) -> Figure:
         [(op, *(f"{value:.4g}" for value in row[:4])) for op, row in sorted(rows.items())],
         f"The formula for stage {first['stage']} with {first['accumulation']} micro-batches: "
         + " + ".join(f"{volume:g} (all elements, {op})" for op, volume in wanted.items())
-        + ". Less is moved for units that stay gathered, of which there are "
-        f"{len(first['kept_units'])} of {first['units']}; more by evaluations and by saving.",
+        + ". Less is moved for units that stay gathered from forward to backward, which `zeroshard plan` "
+        "names; more by evaluations and by saving.",
     )
 
 

@@ -66,6 +66,7 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "ranks", f"{plan['ranks']:,} ({plan['mesh']})"
     yield "ZeRO stage", str(plan["stage"])
     yield "micro-batch", str(plan["micro_batch"])
+    yield "operations of", plan["target"]
     yield "state at rest", f"{plan['states_nbytes'] / 1e9:.2f} GB on the device of each rank"
     for number, stage in enumerate(plan["pipeline_stages"]):
         yield (

@@ -24,7 +24,7 @@ _NO_VALUES = ("kind", "step", "samples", "time_s")
 
 _KEYS_OF_FIRST = (
     "time_s", "attempt", "host", "world_size", "mesh", "versions", "device", "transport", "dtypes",
-    "stage", "accumulation", "train_batch_size", "model", "parameters", "units", "kept_units", "config",
+    "stage", "accumulation", "train_batch_size", "model", "parameters", "units", "config",
     "environment", "notes",
 )  # fmt: skip
 _KEYS_OF_ROWS = {
