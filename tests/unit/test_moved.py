@@ -30,6 +30,7 @@ GONE = (  # what stays out, and why: modules, or names of a module
         "engine.monitors:LOSS_SCALE engine.monitors:LR engine.monitors:TRAIN_LOSS "
         "engine.monitors:train_events "
         "config:not_yet config.keys:not_yet "
+        "config.resolve:SECRET "
         "offload.grad_store:DiscardedGradStore store.grads:GradUnwritten",
     ),
     (
