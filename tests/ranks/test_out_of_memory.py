@@ -9,7 +9,7 @@ import kit
 import pytest
 import torch
 import torch.distributed as dist
-from support.remedies import Block, Recomputing, applied
+from support.remedies import Chain, applied
 from torch import Tensor, nn
 
 from zeroshard import Engine
@@ -93,16 +93,6 @@ def test_a_forward_that_ends_in_the_middle_is_told_with_its_place():
     assert '{"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 8}' in text
 
 
-class Net(Recomputing):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.through(x)
-
-
 SCENARIOS = {
     "states at stage 0": (0, 2, 96, 0.8),
     "states at stage 1": (1, 2, 96, 0.9),
@@ -132,7 +122,7 @@ class Limited(Allocations):
 
 def trained(config: dict[str, Any], width: int, line: str | None, memory: Limited) -> str | None:
     """Two steps with one change. Returns what is told if memory is missing."""
-    model = Net(width)
+    model = Chain(width, DEPTH)
     changed = applied(line, config, model)
     batch = torch.ones(changed["train_micro_batch_size_per_gpu"], width)
     with memory:
@@ -180,7 +170,7 @@ def test_a_run_that_did_not_fit_fits_with_each_printed_change(scenario):
 @on_ranks(2)
 def test_a_program_may_go_on_after_a_gather_that_had_no_memory():
     """As programs do that look for a batch size: the unit that got no memory stays sharded."""
-    model = Net(16)
+    model = Chain(16, DEPTH)
     x = torch.ones(2, 16)
     expected = model(x).detach()
     calls: list[int] = []

@@ -8,8 +8,7 @@ from typing import Any
 import kit
 import pytest
 import torch
-from support.remedies import Block, Recomputing, applied
-from torch import Tensor, nn
+from support.remedies import Chain, applied
 
 from zeroshard import Engine
 from zeroshard.errors import HostMemoryError
@@ -19,21 +18,11 @@ from zeroshard.testing.streams import pretend_cuda
 WIDTH, DEPTH = 64, 8
 
 
-class Net(Recomputing):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.through(x_TD)
-
-
 def trained(
     config: dict[str, Any], tokens: int, ranks: int, line: str | None, device_nbytes: int
 ) -> tuple[str, int]:
     """Two steps with one change: what is told if memory is missing, and the peak in bytes."""
-    model = Net()
+    model = Chain(WIDTH, DEPTH)
     changed = applied(line, config, model)
     told = ""
     with pretend_cuda(device_nbytes=device_nbytes) as watch, watch.world(ranks):

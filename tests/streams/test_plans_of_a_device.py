@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import kit
 import pytest
 import torch
-from support.remedies import Block, Recomputing
-from torch import Tensor, nn
+from support.remedies import Chain
+from torch import Tensor
 
 from zeroshard import Engine
 from zeroshard.core.mesh import Mesh
@@ -23,16 +24,6 @@ NUMBERS_NBYTES = 128
 """Scalars of a step, such as norms and fingerprints, that a run holds at other moments."""
 
 
-class Net(Recomputing):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.through(x_TD)
-
-
 def loss_of(output: Tensor, _labels: Any) -> Tensor:
     return output.float().square().mean()
 
@@ -43,7 +34,7 @@ def batch() -> Tensor:
 
 def run(config: dict[str, Any]) -> tuple[int, dict[tuple[str, str], int], dict[str, int]]:
     """The peak of the last step on a pretended GPU, what states take, and the peaks of temporaries."""
-    model = Net()
+    model = Chain(WIDTH, DEPTH)
     with (
         pretend_cuda(device_nbytes=1 << 30) as watch,
         watch.world(RANKS),
@@ -74,7 +65,14 @@ def plan(config: dict[str, Any]) -> Simulation:
     mesh = Mesh(data_shard=RANKS)
     given = batch(), None
     return simulate(
-        Net, config, given, mesh=mesh, rank=0, loss_fn=loss_of, steps=STEPS, target="cuda"
+        partial(Chain, WIDTH, DEPTH),
+        config,
+        given,
+        mesh=mesh,
+        rank=0,
+        loss_fn=loss_of,
+        steps=STEPS,
+        target="cuda",
     )
 
 

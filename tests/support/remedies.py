@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +35,18 @@ class Recomputing(nn.Module):
             recomputed = self.is_gradient_checkpointing
             x = checkpoint(block, x, use_reentrant=False) if recomputed else block(x)
         return x
+
+
+class Chain(Recomputing):
+    """``depth`` blocks and nothing else, with the same values each time."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.through(x)
 
 
 def applied(line: str | None, config: dict[str, Any], model: nn.Module) -> dict[str, Any]:
