@@ -16,7 +16,7 @@ from zeroshard.zero.sharded_parameter import owner_of
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors() -> Iterator[FakeTensorMode]:
     """All tensors that are made inside are fake ones.
 
     :meth:`torch.nn.Module.to` exchanges fake parameters, and torch refuses that for tensors with weak
@@ -24,8 +24,8 @@ def fake_tensors() -> Iterator[None]:
     sharded. So inside, the exchange is that of :func:`~zeroshard.zero.materialize.exchange`. Without it
     no model could be planned that converts itself while it is built, such as PEFT's.
     """
-    with mock.patch.object(torch.utils, "swap_tensors", _exchange), FakeTensorMode():
-        yield
+    with mock.patch.object(torch.utils, "swap_tensors", _exchange), FakeTensorMode() as fake:
+        yield fake
 
 
 def _exchange(param: Tensor, other: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from zeroshard.parallel.cut import pipeline
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.parallel.trial_parts import repeated_blocks
 from zeroshard.planner.fakes import fake_tensors
+from zeroshard.planner.positions import Positions, most_positions
 from zeroshard.planner.script import ENTRY, script_module
 from zeroshard.zero import Init
 
 LENGTH = 1024
-"""Tokens of a sample if nothing says how many."""
+"""Tokens of a sample if nothing says how many, and the model has positions for so many."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,12 @@ def model_source(
     numbers of blocks, unless it is cut already.
 
     Raises:
-        UsageError: there is none of that name, or it returns something else.
+        UsageError: there is none of that name, it returns something else, or it has no positions for a
+            sample of ``length`` tokens.
     """
     cut = "1F1B", 0
+    config: Any = None
+    tables: Sequence[int] = ()
     if ":" in name or name.endswith(".py"):
         build = _factory(name)
         with fake_tensors():
@@ -76,6 +80,11 @@ def model_source(
             raise UsageError(
                 f"{name} returned {type(made).__name__}. It must return a model, or a model and a batch."
             )
+        if not isinstance(model, PipelineModel):
+            config = getattr(model, "config", None)
+            tables = [
+                own.num_embeddings for own in model.modules() if isinstance(own, nn.Embedding)
+            ]
     else:
         config = _configuration(name)
         named = getattr(config, "dtype", None)
@@ -87,10 +96,20 @@ def model_source(
         )
     own_batch = batch is not None
     if not own_batch:
-        ids = torch.empty(micro_batch, length or LENGTH, dtype=torch.long, device="meta")
+        positions = most_positions(first, config, length or LENGTH, tables)
+        if positions is not None and length is not None:
+            raise UsageError(_too_long(name, length, positions))
+        length = length or (LENGTH if positions is None else positions.most)
+        ids = torch.empty(micro_batch, length, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
-        assumed += (f"a batch of input_ids and labels of {micro_batch} x {length or LENGTH} tokens, "
-                    "without attention mask",)  # fmt: skip
+        assumed += (
+            f"a batch of input_ids and labels of {micro_batch} x {length} tokens, without attention mask"
+            + (
+                ""
+                if positions is None
+                else f"; the model takes no longer samples: {positions.text}"
+            ),
+        )
     pair = batch if isinstance(batch, tuple) else (batch, None)
     how = "under zero.Init (stage 3)" if sharded else "whole on each rank"
     whole = (lambda: _checkpointing(first())) if checkpointing else first
@@ -99,6 +118,16 @@ def model_source(
     return ModelSource(
         name, _in_its_form(whole, sharded=sharded, stages=stages), pair, loss_of,
         (*assumed, f"the model is built {how}"), own_batch, *cut,
+    )  # fmt: skip
+
+
+def _too_long(name: str, length: int, positions: Positions) -> str:
+    return (
+        f"--seq is {length}, and {name} takes at most {positions.most} tokens of a sample: "
+        f"{positions.text}. Training with longer ones would end with an error in its forward. Give --seq "
+        f"{positions.most} or less"
+        + (f", or a larger {positions.key} if the model is trained from scratch." if positions.key
+           else ", or a model with more positions.")
     )  # fmt: skip
 
 
