@@ -74,6 +74,21 @@ def test_unknown_keys_can_be_turned_into_notices() -> None:
 def test_a_name_with_a_dot_is_told_where_it_belongs() -> None:
     text = message_of({**ONE, "zero_optimization.stage": 3})
     assert 'Write it inside "zero_optimization"' in text
+    misspelt = message_of({**ONE, "zero_optimisation.stage": 3})
+    assert 'zero_optimisation.stage: no such key. Write it inside "zero_optimization"' in misspelt
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"<script>alert(1.5)</script>": 1}, "<script>alert(1.5)</script>: no such key. docs/config.md"),
+        ({"steps_per_print.x": 1}, 'steps_per_print.x: no such key. Did you mean "steps_per_print"?'),
+        ({"csv_monitor": {"<b>.</b>": 1}}, "csv_monitor.<b>.</b>: no such key. csv_monitor knows"),
+    ],
+)  # fmt: skip
+def test_a_dot_in_a_name_that_is_no_path_changes_no_advice(keys, line) -> None:
+    text = message_of({**ONE, **keys})
+    assert line in text and "inside" not in text
 
 
 WILD = {

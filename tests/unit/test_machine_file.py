@@ -5,16 +5,22 @@ from __future__ import annotations
 import pytest
 
 from zeroshard.config.machine_file import (
+    PRESETS,
     Values,
+    check_links,
     load_machine,
     parse_machine,
     presets,
     rate_at,
 )
 from zeroshard.errors import ConfigError, UsageError
+from zeroshard.planner import plan
 from zeroshard.planner.measure import as_toml
 
 HEAD = 'name = "a"\nexecution = "serial"\n'
+NODE = 'devices_per_node = {value = 8, source = "vendor"}\n'
+ALPHA = 'alpha_s = {value = 1e-5, source = "assumed"}\n'
+RATE = 'all_gather = {value = [[1e6, 1e10]], source = "assumed"}\n'
 
 
 def test_a_file_without_mistakes_is_read():
@@ -97,6 +103,36 @@ def test_a_number_that_is_missing_is_named():
             values.number(key)
         assert f"the machine 'a' has no {key}, which" in str(found.value)
     assert not values.used
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lines", "missing"),
+    [
+        (1, "", ""),
+        (2, "", "no devices_per_node, and the time of a step of 2 ranks"),
+        (8, NODE, ""),
+        (9, NODE, "no between_nodes.alpha_s, between_nodes.all_gather, between_nodes.reduce_scatter, "),
+        (9, f"{NODE}[between_nodes]\n{ALPHA}", "no between_nodes.all_gather, between_nodes.reduce_"),
+        (9, f"{NODE}[between_nodes]\n{RATE}", "no between_nodes.alpha_s, between_nodes.reduce_scatter"),
+        (9, f"{NODE}[between_nodes]\n{ALPHA}{RATE}", ""),
+    ],
+)  # fmt: skip
+def test_a_link_that_is_missing_is_told_before_a_simulation(ranks, lines, missing):
+    machine = parse_machine(HEAD + lines, "a.toml")
+    if not missing:
+        check_links(machine, ranks)
+        return
+    with pytest.raises(UsageError) as found:
+        check_links(machine, ranks)
+    assert f"the machine 'a' has {missing}" in str(found.value)
+    assert f"(a100, h100, h200, rtx4090 in {PRESETS})" in str(found.value)
+
+
+def test_a_plan_looks_for_links_before_it_simulates(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "simulate", None)
+    config = {"train_micro_batch_size_per_gpu": 1}
+    with pytest.raises(UsageError, match="16 ranks on nodes of 8 devices"):
+        plan.make_plan("gpt2", config, ranks=16, machine=load_machine("rtx4090"))
 
 
 def test_an_unknown_machine_is_refused_with_the_known_ones():

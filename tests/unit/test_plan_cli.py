@@ -377,11 +377,11 @@ MISTAKES = [
     (PLAN + "words --machine cut.toml" + RUN, "cut.toml is not TOML: "),
     (
         PLAN + "words --config ds.json --machine rtx4090 --ranks 16",
-        "the machine 'GeForce RTX 4090, one host of 8' has no between_nodes.reduce_scatter",
+        "the machine 'GeForce RTX 4090, one host of 8' has no between_nodes.alpha_s, between_nodes.all_",
     ),
     (
         PLAN + "words --config ds.json --machine rtx4090 --ranks 16 --fit speed",
-        "has no between_nodes.reduce_scatter, which the time of this step depends on. Add it to",
+        "16 ranks on nodes of 8 devices communicate between nodes. Add it to the machine file, with",
     ),
     ("plan --measure m.toml", "this machine is loaded: other programs use"),
     (PLAN + "words --measure m.toml", "--measure plans nothing, and the model nets_to_plan:words"),

@@ -161,6 +161,37 @@ def presets() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
+def check_links(machine: MachineFile, ranks: int) -> None:
+    """Check that a machine has a link for ``ranks`` ranks, before anything is simulated.
+
+    Some collective of a run on several nodes is always between nodes, and needs ``alpha_s`` and a rate.
+
+    Raises:
+        UsageError: it has no size of a node, or no link between nodes and the ranks are on several.
+    """
+    if ranks == 1:
+        return
+    added = (
+        f"Add it to the machine file, with the source of each number: copy the file of a preset "
+        f"({', '.join(presets())} in {PRESETS}), and give its path to --machine"
+    )
+    if machine.devices_per_node is None:
+        raise UsageError(
+            f"the machine {machine.name!r} has no devices_per_node, and the time of a step of {ranks} "
+            f"ranks depends on which of them share a node. {added}; or give --ranks-per-node."
+        )
+    size = round(machine.devices_per_node.value)
+    link = dict(machine.between_nodes)
+    missing = [key for key, value in link.items() if value is None]
+    if ranks <= size or ("alpha_s" not in missing and len(missing) < len(link) - 1):
+        return
+    raise UsageError(
+        f"the machine {machine.name!r} has no {', '.join(f'between_nodes.{key}' for key in missing)}, "
+        f"and {ranks} ranks on nodes of {size} devices communicate between nodes. {added}; or give at "
+        f"most {size} ranks, or --ranks-per-node."
+    )
+
+
 def load_machine(name: str) -> MachineFile:
     """The machine of a preset or of a file.
 

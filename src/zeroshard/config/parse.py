@@ -224,13 +224,22 @@ def _unknown(
         return
     siblings = list(model.model_fields)
     section, dot, _ = str(name).partition(".")
+    home = section if section in siblings else nearest(section, siblings, cutoff=SURE)
     if ignore:
         close = nearest(str(name), siblings, cutoff=SURE)
         found.ignored.append(f'{path} (did you mean "{close}"?)' if close else path)
-    elif dot:
-        found.errors.append(f'{path}: no such key. Write it inside "{section}", without the dot.')
+    elif dot and home and _holds_keys(model.model_fields[home]):
+        found.errors.append(f'{path}: no such key. Write it inside "{home}", without the dot.')
     else:
-        found.errors.append(f"{path}: no such key. {advice(path, siblings)}")
+        one = path.removesuffix(str(name)) + str(name).replace(
+            ".", "_"
+        )  # its dots part no sections
+        found.errors.append(f"{path}: no such key. {advice(one, siblings)}")
+
+
+def _holds_keys(field: FieldInfo) -> bool:
+    """Whether a value is a section or a mapping such as ``params``."""
+    return section_type(field.annotation) is not None or "dict[" in str(field.annotation)
 
 
 def _dropped(path: str, value: object, known: FieldInfo, found: Findings) -> bool:

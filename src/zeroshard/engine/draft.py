@@ -240,9 +240,11 @@ def check_is_cut(blocks: Iterable[SlotBlock], mesh: Mesh, origin: str) -> None:
     if mesh.tensor > 1 and not any(block.split for block in blocks):
         raise UsageError(
             f"the mesh is {mesh.text} (tensor: {origin}), but no parameter of the model is cut over "
-            "tensor ranks: they would all compute the same, and hold the whole model. Call "
+            "tensor ranks: they would all compute the same, and hold the whole model. Write "
+            f'"tensor_parallel": {{"autotp_size": {mesh.tensor}}} in the configuration, with which the '
+            "engine cuts the model by itself (also in a plan), or let the program do it: call "
             "zeroshard.parallel.tensor_parallel(model, mesh) (or deepspeed.tp_model_init) before "
-            'initialize(), pass plan="auto" to it, or leave the size out.'
+            'initialize(), or pass plan="auto" to it. Or leave the size out.'
         )
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from zeroshard.config import Config, load_config
-from zeroshard.config.machine_file import MachineFile, Number
+from zeroshard.config.machine_file import MachineFile, Number, check_links
 from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.config.parse import read_source
 from zeroshard.core.ledger import TEMPORARY
@@ -266,12 +266,15 @@ def make_plan(
 
     Raises:
         ConfigError: the configuration has mistakes.
-        UsageError: the model is not known, or an argument is impossible.
+        UsageError: the model is not known, an argument is impossible, or the machine has no link between
+            nodes and the ranks are on several.
         UnsupportedError: the model needs values, or an operation has no fake kernel.
     """
     limit_nbytes = None if memory_gib is None else limit_of(memory_gib)
     kind = target_of(machine, target)
     machine = with_node_size(machine, ranks, ranks_per_node)
+    if machine is not None:
+        check_links(machine, ranks)
     named = micro_batch is not None or names_a_batch(config_dict(config))
     arguments = {MICRO_BATCH: micro_batch if named else 1}
     loaded = load_config(config, world_size=ranks, arguments=arguments)
