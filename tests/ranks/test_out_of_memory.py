@@ -13,6 +13,7 @@ from support.remedies import Chain, applied
 from torch import Tensor, nn
 
 from zeroshard import Engine
+from zeroshard.engine import simulated_changes
 from zeroshard.memory.storage import resize
 from zeroshard.planner.allocations import Allocations
 from zeroshard.testing import on_ranks
@@ -50,7 +51,7 @@ class GreedyNet(nn.Module):
 @on_ranks(1)
 def test_a_failed_allocation_tells_what_the_rank_holds(phase):
     model = GreedyNet(phase)
-    with kit.engine(model, 1) as engine, pytest.raises(RuntimeError) as caught:
+    with kit.engine(model, 1, **ARITHMETIC) as engine, pytest.raises(RuntimeError) as caught:
         if phase == "the update":
             engine._update.run = lambda *_: torch.empty(TOO_LARGE, dtype=torch.uint8)
         engine.backward(engine(torch.ones(2, 8)))
@@ -60,6 +61,20 @@ def test_a_failed_allocation_tells_what_the_rank_holds(phase):
     assert f"rank 0 when {2**30}.0 MiB could not be allocated, in {phase}, step 1" in text
     assert re.search(r"^  parameters, device +0\.0 +0\.0 +0\.0$", text, re.MULTILINE)
     assert text.count("ZeroShard: the memory of rank") == 1
+
+
+@on_ranks(1)
+def test_a_run_that_cannot_be_described_gets_changes_by_arithmetic():
+    simulated_changes.asked.clear()
+    model = GreedyNet("forward")
+    model.register_forward_pre_hook(lambda _, given: given[:1])
+    with kit.engine(model, 1, train_micro_batch_size_per_gpu=8) as engine:
+        engine.memory_baseline.activations = lambda _: 2**60
+        with pytest.raises(RuntimeError) as caught:
+            engine(torch.ones(8, 8), iter([1]))
+    expected = "by arithmetic (the model got an object of class list_iterator):"
+    assert expected in str(caught.value)
+    assert not simulated_changes.asked
 
 
 @on_ranks(1)
@@ -81,7 +96,7 @@ def test_a_forward_that_ends_in_the_middle_is_told_with_its_place():
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)), Failing())
     model.extend(nn.Linear(8, 8) for _ in range(5))
     with kit.engine(
-        nn.ModuleDict({"blocks": model}), 1, train_micro_batch_size_per_gpu=64
+        nn.ModuleDict({"blocks": model}), 1, train_micro_batch_size_per_gpu=64, **ARITHMETIC
     ) as engine:
         engine.module.forward = lambda x: model(x)
         engine.memory_baseline.activations = lambda _: 2**40
@@ -120,6 +135,9 @@ class Limited(Allocations):
             )
 
 
+ARITHMETIC = {"trust": {"simulate_changes_s": 0}}
+
+
 def trained(config: dict[str, Any], width: int, line: str | None, memory: Limited) -> str | None:
     """Two steps with one change. Returns what is told if memory is missing."""
     model = Chain(width, DEPTH)
@@ -151,6 +169,7 @@ def test_a_run_that_did_not_fit_fits_with_each_printed_change(scenario):
         stage,
         optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
         train_micro_batch_size_per_gpu=micro_batch,
+        **ARITHMETIC,
     )
     free = Limited()
     assert trained(config, width, None, free) is None
@@ -165,6 +184,39 @@ def test_a_run_that_did_not_fit_fits_with_each_printed_change(scenario):
     for line in lines:
         again = trained(config, width, line, Limited(part * free.peak))
         assert again is None, f"{line}\n{told}\n{again}"
+
+
+@on_ranks(2, timeout=300)
+def test_each_simulated_change_makes_the_run_fit():
+    """Rank 1 simulates nothing, to spare time."""
+    stage, micro_batch, width, part = 2, 512, 32, 0.8
+    config = kit.config(
+        stage,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
+        train_micro_batch_size_per_gpu=micro_batch,
+        trust={"simulate_changes_s": 240},
+    )
+    simulated_changes.asked[:] = [1] * dist.get_rank()
+    free = Limited()
+    assert trained(config, width, None, free) is None
+    told = trained(config, width, None, Limited(part * free.peak))
+    assert told is not None
+    if dist.get_rank() == 1:
+        assert "by arithmetic (this process has simulated changes before)" in told
+    else:
+        assert "Changes with which it fits, each simulated" in told
+    given = [re.findall(r"frees about ([0-9.]+) MiB\n +(.+)", told)]
+    dist.broadcast_object_list(given)
+    (rows,) = given
+    assert [line for _, line in rows] == [
+        '{"train_micro_batch_size_per_gpu": 256, "gradient_accumulation_steps": 2}',
+        "model.gradient_checkpointing_enable()",
+    ], told
+    for freed, line in rows:
+        limited = Limited(part * free.peak)
+        assert trained(config, width, line, limited) is None, told
+        measured = (free.peak - limited.peak) / 2**20
+        assert abs(float(freed) - measured) < 0.02 * free.peak / 2**20, (line, freed, measured)
 
 
 @on_ranks(2)
@@ -182,7 +234,7 @@ def test_a_program_may_go_on_after_a_gather_that_had_no_memory():
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
         resize(flat, nbytes)
 
-    with kit.engine(model, 3) as engine:
+    with kit.engine(model, 3, **ARITHMETIC) as engine:
         unit.resize = refusing
         try:
             with pytest.raises(torch.OutOfMemoryError, match="ZeroShard: the memory of rank"):

@@ -11,6 +11,7 @@ import torch
 from support.remedies import Chain, applied
 
 from zeroshard import Engine
+from zeroshard.engine import simulated_changes
 from zeroshard.errors import HostMemoryError
 from zeroshard.testing import on_ranks
 from zeroshard.testing.streams import pretend_cuda
@@ -49,15 +50,19 @@ SCENARIOS = {
 """Stage, ranks, tokens, micro-batch, and the part of the peak that the device has."""
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@on_ranks(1, group=False)
-def test_each_printed_change_makes_the_run_fit(scenario):
+@pytest.mark.parametrize(
+    ("scenario", "simulated_s"), [*((each, 0) for each in SCENARIOS), ("in forward", 200)]
+)
+@on_ranks(1, group=False, timeout=250)
+def test_each_printed_change_makes_the_run_fit(scenario, simulated_s):
+    simulated_changes.asked.clear()
     stage, ranks, tokens, micro_batch, part = SCENARIOS[scenario]
     config = kit.config(
         stage,
         "bf16",
         optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
         train_micro_batch_size_per_gpu=micro_batch,
+        trust={"simulate_changes_s": simulated_s},
     )
     told, peak = trained(config, tokens, ranks, None, 1 << 30)
     assert not told
@@ -65,6 +70,7 @@ def test_each_printed_change_makes_the_run_fit(scenario):
     told, _ = trained(config, tokens, ranks, None, limit)
     assert ("does not fit" if "allocated" in scenario else f", {scenario.split(',')[0]}") in told
     assert "none of them alone" not in told
+    assert ("each simulated" in told) is bool(simulated_s), told
     lines = re.findall(r"^ +(\{.*\}|model\..*\(\))$", told, re.MULTILINE)
     assert any("offload" in line for line in lines), told
     for line in lines:

@@ -27,6 +27,7 @@ from zeroshard.engine.remedies import (
     is_offloaded,
     remedies,
 )
+from zeroshard.engine.simulated_changes import Answer, ask
 from zeroshard.launch.cgroup import read_peak_rss_nbytes, read_rss_nbytes
 from zeroshard.memory.host_limits import host_limits
 
@@ -127,7 +128,9 @@ def explain(engine: Any, error: BaseException, phase: str) -> None:
             "others."
         )
     run = run_of(engine, whole)
-    lines += _advice(remedies(run, missing), missing, enough_nbytes(run, missing))
+    enough = enough_nbytes(run, missing)
+    room = engine.runtime.ledger.totals()[1] + activations
+    lines += _advice(ask(engine, room, asked), remedies(run, missing), missing, enough)
     error.args = ("\n".join([str(error.args[0]), *lines]), *error.args[1:])
 
 
@@ -207,16 +210,22 @@ def _table(engine: Any, activations: int) -> Iterator[str]:
         yield f"  {host_limits().in_words()}"
 
 
-def _advice(found: Sequence[Remedy], missing: int, enough: int) -> Iterator[str]:
+def _advice(
+    answer: Answer, by_arithmetic: Sequence[Remedy], missing: int, enough: int
+) -> Iterator[str]:
+    found = answer.changes or by_arithmetic
     if not found:
         yield (
             "No change of stage, micro-batch or offload frees memory here. More ranks, or a smaller or "
             "shorter input, would."
         )
         return
-    yield "Changes that free memory, in the order of assumed slowdown per byte:"
-    if found[0].freed_nbytes < enough:
-        yield f"  (none of them alone is sure to free the {_mib(missing)} MiB that are missing)"
+    if answer.changes:
+        yield "Changes with which it fits, each simulated, in the order of assumed slowdown per byte:"
+    else:
+        yield f"Changes that free memory, by arithmetic ({answer.reason}):"
+        if found[0].freed_nbytes < enough:
+            yield f"  (none of them alone is sure to free the {_mib(missing)} MiB that are missing)"
     for number, each in enumerate(found, start=1):
         yield f"  {number}. {each.text}: frees about {_mib(each.freed_nbytes)} MiB"
         yield f"     {each.line}"

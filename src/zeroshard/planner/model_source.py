@@ -112,7 +112,7 @@ def model_source(
         )
     pair = batch if isinstance(batch, tuple) else (batch, None)
     how = "under zero.Init (stage 3)" if sharded else "whole on each rank"
-    whole = (lambda: _checkpointing(first())) if checkpointing else first
+    whole = (lambda: recomputing(first())) if checkpointing else first
     if stages > 1:
         assumed += ("a model that is not cut already has equal numbers of blocks on each stage",)
     return ModelSource(
@@ -178,7 +178,8 @@ def can_checkpoint(source: ModelSource) -> bool:
     return bool(supports) and hasattr(model, "gradient_checkpointing_enable")
 
 
-def _checkpointing(model: nn.Module) -> nn.Module:
+def recomputing(model: nn.Module) -> nn.Module:
+    """The model, after its ``gradient_checkpointing_enable()``."""
     newer = getattr(model, "activation_checkpointing_enable", None)  # of Transformers 5
     enable: Any = newer or model.gradient_checkpointing_enable
     enable()

@@ -144,6 +144,7 @@ def simulate(
     with_events: bool = False,
     target: Target = "cpu",
     with_checkpoint: bool = False,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
 ) -> Simulation:
     """Train ``steps`` steps as ``rank`` of ``mesh`` with fake tensors, and say what that needed.
 
@@ -155,7 +156,8 @@ def simulate(
     loss; a pipeline has its own.
     The first step creates optimizer state, so the second one shows the memory of all later steps.
     ``with_events``: log what the last step does, for its time. ``target``: the kind of device whose
-    operations the model runs. ``with_checkpoint``: then save and load.
+    operations the model runs. ``with_checkpoint``: then save and load. ``optimizer``: makes the
+    optimizer from the parameters; None: the configuration names it.
 
     The process must not have a process group. Memory of allocators and of the program itself is not
     counted; that of the transport is if the configuration names one (key ``transport``) for CPU ranks.
@@ -185,12 +187,23 @@ def simulate(
             gc.collect()  # cut layers are in cycles
             watch.forget_peaks()  # a run gets the shapes in messages
             model = build()
-        with contextlib.closing(Engine(model, config=config, mesh=mesh, plan=plan)) as engine:
+        with contextlib.closing(_engine(model, config, mesh, plan, optimizer)) as engine:
             watch.buffers_nbytes = _buffers_of(engine)
             _expect(engine, arriving)
             step = _stepper(engine, model, inputs, labels, loss_fn, watch, log)
             found = _last_step(engine, model, step, steps, watch, log, with_events=with_events)
             return _and_checkpoint(engine, watch, found) if with_checkpoint else found
+
+
+def _engine(
+    model: nn.Module,
+    config: Any,
+    mesh: Mesh,
+    plan: Mapping[str, str] | str | None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None,
+) -> Engine:
+    """On the CPU, whatever this host has."""
+    return Engine(model, config=config, mesh=mesh, plan=plan, optimizer=optimizer, device="cpu")
 
 
 def _and_checkpoint(engine: Engine, watch: Allocations, found: Simulation) -> Simulation:

@@ -58,6 +58,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.errors import ShardedAccess, UsageError
 from zeroshard.zero import functorch, sharded_parameter
 from zeroshard.zero.gradients import GradBuffer
+from zeroshard.zero.input_shapes import shapes_of
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
 from zeroshard.zero.reduce import BackwardKind, GradReducer
 
@@ -121,6 +122,8 @@ class StepHooks:
         self.creates_graph = False
         self.forward_depth = 0
         self.is_pipeline = False
+        # Of the last forward with gradients: args and kwargs of the root.
+        self.input_shapes: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._forward = 0  # the number of the last forward of the root
         self._is_reached = False  # the running backward has entered a call
         self._aside: list[
@@ -226,8 +229,8 @@ class StepHooks:
         self,
         wrapped: WrappedModule,
         _module: nn.Module,
-        _args: tuple[Any, ...],
-        _kwargs: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         if functorch.innermost() is not None:
             self._before_transformed(wrapped)
@@ -240,6 +243,8 @@ class StepHooks:
         if self.forward_depth == 0:
             if not self.is_pipeline:
                 self.check_tree()
+                if torch.is_grad_enabled():
+                    self.input_shapes = shapes_of(args), shapes_of(kwargs)
             self.on_forward_begin()
             self._forward += 1
             self.prefetcher.begin_forward()
