@@ -195,6 +195,36 @@ def test_pipelines_are_searched_like_simulating_every_candidate(tmp_path, monkey
         assert 0 <= whole.peak_nbytes - few.peak_nbytes <= LOSSES_NBYTES
 
 
+@pytest.mark.parametrize("allowed", [fit_time.MOST_NEAR, 0])
+def test_what_lines_put_just_above_the_limit_is_simulated(monkeypatch, allowed):
+    """Stage 2 has the smallest peak by its line, and does not fit. Stage 3 fits, by 0.3 %."""
+    monkeypatch.setattr(fit_time, "STRATEGIES", [(Strategy(2),), (Strategy(3),)])
+    monkeypatch.setattr(fit_time, "MOST_NEAR", allowed)
+    unit = 10**7  # bytes
+    made: list[Candidate] = []
+
+    def simulated(own: Candidate) -> Any:
+        made.append(own)
+        stage, size = own.strategy.stage, own.micro_batch
+        peak = {2: 980, 3: 985}[stage] + 20 * size - (10 if (stage, size) == (3, 1) else 0)
+        plan = make_plan(NAME, own.config(CONFIG), machine=machine(), few=True, **ARGS)
+        moments = {
+            name: replace(moment, device_nbytes=peak * unit)
+            for name, moment in plan.simulation.moments.items()
+        }
+        of_stages = (replace(plan.simulation, moments=moments),)
+        return replace(plan, limit_nbytes=998 * unit, simulation=of_stages[0], of_stages=of_stages)
+
+    found = search_by_time(simulated, CONFIG, machine(), samples={Sizes(): 6}, can_checkpoint=False)
+    assert found.simulations == len(made)
+    if not allowed:
+        assert found.chosen is None and found.plan.peak_nbytes == 1000 * unit
+        return
+    assert found.chosen == Candidate(Strategy(3), False, 1, 6)
+    assert found.plan.peak_nbytes == 995 * unit
+    assert len(made) <= 3 + 2 + allowed
+
+
 def test_two_micro_batches_give_the_time_of_many():
     config = CONFIG | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 6}
     many, few = (

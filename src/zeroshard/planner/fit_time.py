@@ -14,7 +14,8 @@ be below that of the same kind without them is left out if something faster fits
 activations on the same mesh do the same operations, whatever they gather and reduce:
 what these take is the least for all of them, with or without checkpointing. The winner is simulated, and
 so is the next larger micro-batch; if one of them is not what the lines said, the next best candidate is
-the winner.
+the winner. If nothing fits by the lines, those that are too large by no more than the lines are known to
+be off are simulated, the fastest first.
 """
 
 from __future__ import annotations
@@ -55,6 +56,13 @@ from zeroshard.planner.work import Work, along
 LOW, HIGH = 2, 3
 """Samples of the micro-batches between which lines are drawn. With one sample some operations differ."""
 
+
+NEAR, NEAR_OF_ONE = 0.05, 0.2
+"""How much of a peak that lines give may be too much: of several samples, and of one, for which torch
+takes other operations."""
+
+MOST_NEAR = 8
+"""Simulations of candidates that lines put this little above the limit, where nothing is below it."""
 
 SAME = 0.99
 """The part of the time of a stage's operations that those of other stages take for certain."""
@@ -256,6 +264,7 @@ class _Search:
         self._growths: dict[tuple[Sizes, bool], Sequence[Growth]] = {}
         self._model_s: dict[tuple[Sizes, bool], float] = {}  # of operations that all stages do
         self.simulations = 0
+        self._tried_near = 0
 
     def candidates(self, kind: StrategyKind) -> list[Candidate]:
         """Those of a kind that can run, by increasing micro-batch."""
@@ -428,6 +437,21 @@ class _Search:
         every = [(self.known[kind], own) for kind in self.known for own in self.candidates(kind)]
         return min(every, key=lambda at: at[0].peak_nbytes(at[1].micro_batch))[1]
 
+    def near(self) -> Candidate | None:
+        """The fastest of those that were not simulated and may fit although their lines say no."""
+        found = []
+        for kind, known in self.known.items():
+            limit_nbytes = limit_of_plan(known.plan)
+            for own in self.candidates(kind):
+                over = known.peak_nbytes(own.micro_batch) / limit_nbytes - 1
+                if own not in self.plans and over <= (
+                    NEAR_OF_ONE if own.micro_batch == 1 else NEAR
+                ):
+                    found.append((over, self._seconds(known, own), own))
+        left = MOST_NEAR - self._tried_near
+        nearest = sorted(found, key=lambda at: at[0])[: max(left, 0)]
+        return min(nearest, key=lambda at: at[1])[2] if nearest else None
+
     def settle(self) -> Candidate | None:
         """The fastest candidate that fits, simulated like the next larger one; None if nothing fits."""
         while True:
@@ -447,8 +471,13 @@ class _Search:
                 self.left_out.pop(again[0], None)
                 self.too_large.pop(again[0], None)
                 self.look(again[0])
+            elif best_s < float("inf"):
+                return best
+            elif (near := self.near()) is not None:
+                self._tried_near += 1
+                self.simulate(near)
             else:
-                return None if best_s == float("inf") else best
+                return None
 
 
 def _fastest(ways: Sequence[Candidate]) -> Sequence[Candidate]:
