@@ -38,7 +38,7 @@ from zeroshard.planner.own_batch import (
     shared_size,
 )
 from zeroshard.planner.places import LIBRARIES
-from zeroshard.planner.simulate import Simulation, highest, simulate
+from zeroshard.planner.simulate import OUTSIDE_STEP, Simulation, highest, simulate
 from zeroshard.planner.step_time import StepTime, stage_times, step_time
 from zeroshard.planner.timeline import columns, timeline
 
@@ -156,6 +156,12 @@ class Plan:
         return max(self.peaks.values())
 
     @property
+    def step_phase(self) -> str:
+        """The phase of a step with the highest peak."""
+        peaks = {name: nbytes for name, nbytes in self.peaks.items() if name not in OUTSIDE_STEP}
+        return max(peaks, key=peaks.__getitem__)
+
+    @property
     def spare_nbytes(self) -> int | None:
         """The limit minus the peak; negative if the run does not fit."""
         return None if self.limit_nbytes is None else self.limit_nbytes - self.peak_nbytes
@@ -187,7 +193,7 @@ class Plan:
             "peak_phase": self.peak_phase, "states_nbytes": self.states_nbytes(),
             "step_peak": {
                 "phase": name, "op": top.op, "module": top.module, "unit": self.unit_of(top),
-                "line": top.line,
+                "line": top.line, "nbytes": self.peaks[self.step_phase],
             },
             "memory": [asdict(row) for row in found.memory],
             "phases": {name: _moment(moment) for name, moment in found.moments.items()},

@@ -18,7 +18,7 @@ from zeroshard.planner.candidates import Fit, Judged, StrategyKind
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
 from zeroshard.planner.in_words import MIB, decimal_text, size_text
 from zeroshard.planner.plan import Change, Plan
-from zeroshard.planner.simulate import highest
+from zeroshard.planner.simulate import OUTSIDE_STEP, highest
 from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.timeline import blocks, timeline
 
@@ -182,9 +182,39 @@ def headline(plan: Plan) -> str:
     return f"{verdict} of {size_text(plan.limit_nbytes)}; {peak}"
 
 
+def outside_lines(plan: Plan) -> Iterator[str]:
+    """If the highest peak is not in a step: what a step needs, and how to lower a peak in ``init``."""
+    if plan.peak_phase not in OUTSIDE_STEP:
+        return
+    peak = plan.peaks[plan.step_phase]
+    verdict = ""
+    if plan.limit_nbytes is not None:
+        spare = plan.limit_nbytes - peak
+        verdict = (
+            f" fits, {size_text(spare)} to spare"
+            if spare >= 0
+            else f" does not fit: {size_text(-spare)} too much"
+        )
+    yield f"a step alone{verdict or ' needs less'}; peak {size_text(peak)} in {plan.step_phase}"
+    if plan.peak_phase != "init":
+        return
+    if plan.mesh.tensor > 1:
+        why = "each rank builds the whole model, before it is cut over tensor ranks"
+    elif plan.mesh.pipeline > 1:
+        why = "each rank builds the whole model, before it keeps its pipeline stage"
+    else:
+        why = "the model is there as it is built, beside what the engine makes of it"
+    yield (
+        f"init: {why}; all of it counts as device memory here. Built on the meta device "
+        '(with torch.device("meta"): ...) the model takes none before the engine exists; modules with '
+        "parameters need reset_parameters() then. To plan that, give module:function."
+    )
+
+
 def _parts(plan: Plan) -> Iterator[str | Table]:
     found = plan.simulation
     yield headline(plan)
+    yield from outside_lines(plan)
     if plan.changes is not None:
         yield from change_lines(plan.changes)
     if plan.one_more_nbytes is not None and plan.limit_nbytes is not None:
