@@ -9,9 +9,11 @@ import kit
 import pytest
 import torch
 from support.remedies import Chain, applied
+from torch import nn
 
 from zeroshard import Engine
 from zeroshard.engine import simulated_changes
+from zeroshard.engine.out_of_memory import LESS_ON_HOST
 from zeroshard.errors import HostMemoryError
 from zeroshard.testing import on_ranks
 from zeroshard.testing.streams import pretend_cuda
@@ -93,3 +95,22 @@ def test_a_device_gives_no_more_memory_than_it_has():
         del held
         torch.empty(1000, dtype=torch.uint8, device="cuda")
         assert watch.peak_nbytes == 1000
+
+
+class HostIsFull(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+        )
+
+
+@on_ranks(1, group=False)
+def test_changes_for_the_device_are_not_printed_if_the_host_is_full():
+    simulated_changes.asked.clear()
+    with pretend_cuda() as watch, watch.world(1):
+        model = nn.Sequential(nn.Linear(8, 8), HostIsFull())
+        with kit.engine(model, 1) as engine, pytest.raises(RuntimeError) as caught:
+            engine(torch.ones(2, 8, device=engine.device))
+    assert caught.value.args[0].endswith(LESS_ON_HOST)
+    assert "could not be allocated, in forward of '1'" in caught.value.args[0]
+    assert not simulated_changes.asked

@@ -96,12 +96,17 @@ def test_no_simulation_begins_after_the_time():
     assert reason == "in 0 s no single change was found to be enough by simulation"
 
 
+def defaults_of(kind: Any) -> dict[str, Any]:
+    """Those of an optimizer object. That of AdamW has more of them than AdamW takes."""
+    return kind(nn.Linear(1, 1).parameters(), lr=0.1).defaults
+
+
 def test_the_optimizer_of_the_program_counts():
     """SGD has no state; the update of AdamW holds two more numbers per parameter, a half on a rank."""
     config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
     numel = sum(param.numel() for param in Chain(WIDTH, DEPTH).parameters())
     states = [
-        planned(chain(config=config, optimizer=(kind, {"lr": 0.1})), {}, "").states_nbytes()
+        planned(chain(config=config, optimizer=(kind, defaults_of(kind))), {}, "").states_nbytes()
         for kind in (torch.optim.SGD, torch.optim.AdamW)
     ]
     assert states[1] - states[0] == pytest.approx(2 * 4 * numel / 2, rel=0.02)

@@ -33,7 +33,13 @@ from zeroshard.memory.host_limits import host_limits
 
 _SIZES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
+_OF_HOST = "DefaultCPUAllocator"
 UPDATE = "the update"
+LESS_ON_HOST = (
+    'It is memory of the host that is missing. State that is offloaded to the device "nvme" rests on '
+    "disk, and state that is not offloaded on the accelerator. A data loader with fewer processes needs "
+    "less."
+)
 _BEGIN = "ZeroShard: the memory of rank"
 
 
@@ -114,24 +120,32 @@ def explain(engine: Any, error: BaseException, phase: str) -> None:
         return
     activations = engine.memory_baseline.activations(engine)
     module, part = reached(error, engine.module) if phase == "forward" else ("", 1.0)
-    whole = int(activations / part)
-    missing = _missing(engine, phase, asked, whole - activations, whole)
     where = f"{phase} of {module!r}" if module else phase
     lines = [
         f"{_BEGIN} {engine.global_rank} when {_mib(asked)} MiB could not be allocated, in {where}, "
         f"step {engine.global_steps + 1} (MiB):",
         *_table(engine, activations),
     ]
+    if engine.device.type != "cpu" and _OF_HOST in str(error):
+        lines += [host_limits().in_words(), LESS_ON_HOST]
+    else:
+        lines += _changes(engine, phase, asked, activations, part)
+    error.args = ("\n".join([str(error.args[0]), *lines]), *error.args[1:])
+
+
+def _changes(engine: Any, phase: str, asked: int, activations: int, part: float) -> Iterator[str]:
+    """``part``: of the blocks that had run."""
+    whole = int(activations / part)
+    missing = _missing(engine, phase, asked, whole - activations, whole)
     if part < 1.0:
-        lines.append(
+        yield (
             f"{part:.0%} of the blocks had run, so a whole forward would hold about {_mib(whole)} MiB of "
             "others."
         )
     run = run_of(engine, whole)
-    enough = enough_nbytes(run, missing)
     room = engine.runtime.ledger.totals()[1] + activations
-    lines += _advice(ask(engine, room, asked), remedies(run, missing), missing, enough)
-    error.args = ("\n".join([str(error.args[0]), *lines]), *error.args[1:])
+    answer = ask(engine, room, asked)
+    yield from _advice(answer, remedies(run, missing), missing, enough_nbytes(run, missing))
 
 
 def _missing(engine: Any, phase: str, asked: int, rest: int, whole: int) -> int:

@@ -65,8 +65,8 @@ def describe(engine: Any) -> RunDescription:
     """The run of an engine.
 
     Raises:
-        NotDescribable: it has a pipeline or tensor ranks, its batch holds unknown objects, or a part of
-            the model cannot be pickled.
+        NotDescribable: it has a pipeline, tensor ranks or no optimizer; its batch holds unknown objects;
+            or a part of the model cannot be pickled.
     """
     if not engine.mesh.is_data_only:
         raise NotDescribable(f"the mesh is {engine.mesh.text}")
@@ -79,6 +79,8 @@ def describe(engine: Any) -> RunDescription:
     config = {key: value for key, value in engine.loaded.raw.items() if key not in WATCHERS}
     if engine.device.type == "cpu" and engine.world_size > 1:
         config["transport"] = engine.transport
+    if engine.optimizer is None:
+        raise NotDescribable("it has no optimizer")
     named = engine.settings.optimizer is not None
     optimizer = None if named else (type(engine.optimizer), engine.optimizer.defaults)
     return RunDescription(

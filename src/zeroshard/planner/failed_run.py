@@ -41,6 +41,9 @@ ACCUMULATION = "gradient_accumulation_steps"
 UNKNOWN = 0.1
 """The part of the measured bytes that a simulation may not know: the program's own, and allocators."""
 
+IMPOSSIBLE = (ConfigError, UnsupportedError, UsageError)
+"""Errors of a change that the run cannot have, such as a stage."""
+
 _ENOUGH = 2
 """Micro-batches of a step after which each holds what the one before held."""
 
@@ -69,11 +72,7 @@ def answer(question: Question) -> dict[str, Any]:
             return None
         try:
             return replace(planned(run, keys, line), limit_nbytes=limit)
-        except (
-            ConfigError,
-            UnsupportedError,
-            UsageError,
-        ):  # such as a stage that the run cannot have
+        except IMPOSSIBLE:
             return None
 
     with calm_collector():
@@ -133,7 +132,11 @@ def _optimizer(run: RunDescription) -> Any:
     """A function that makes the optimizer of the program; None: the configuration names it."""
     with fake_tensors():
         given = pickle.loads(run.model)[1]
-    return None if given is None else functools.partial(given[0], **given[1])
+    if given is None:
+        return None
+    kind, defaults = given
+    taken = inspect.signature(kind).parameters  # AdamW has more defaults than it takes
+    return functools.partial(kind, **{k: v for k, v in defaults.items() if k in taken})
 
 
 def _inputs(run: RunDescription, micro_batch: int) -> Any:
