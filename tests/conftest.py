@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 
@@ -14,6 +15,12 @@ def pytest_collection_modifyitems(items):
     """If any test needs it, let the fork server import torch while the first tests run."""
     if any(hasattr(getattr(item, "obj", None), "rank_body") for item in items):
         pool().warm()
+
+
+def pytest_runtest_logreport(report):
+    """Name a failed test at once, since a run that is ended from outside prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid}", flush=True)
 
 
 def pytest_sessionfinish():
