@@ -18,6 +18,9 @@ logger = logging.getLogger("zeroshard")
 PROCESS = "zeroshard.planner.failed_run"
 """The module that answers."""
 
+_FAILURES = (OSError, MemoryError, ValueError)
+"""Of starting the process, and of one that was killed before it answered: ValueError."""
+
 asked: list[int] = []
 """Ranks of the engines of this process that have asked: one does."""
 
@@ -63,16 +66,12 @@ def ask(engine: Any, room_nbytes: int, asked_nbytes: int) -> Answer:
             engine.global_rank, limit_s,
         )  # fmt: skip
         said = run_alone(PROCESS, pickle.dumps(question), limit_s=limit_s)
-        found = json.loads(said)
+        found = json.loads(said.rpartition(b"\n")[2])  # what is before it was printed by imports
     except NotDescribable as error:
         return Answer(reason=str(error))
     except subprocess.TimeoutExpired:
         return Answer(reason=f"the simulations did not end in {limit_s:.0f} s")
-    except (
-        OSError,
-        ValueError,
-        MemoryError,
-    ) as error:  # ValueError: it was killed before it answered
+    except _FAILURES as error:
         return Answer(reason=f"the process of the simulation failed: {type(error).__name__}")
     if "reason" in found:
         return Answer(reason=found["reason"])
