@@ -227,8 +227,10 @@ class BoundCollectives:
         self.reduce_scatter: Callable[[Tensor, Tensor], Any] = lambda out_S, full_N: scatter(
             out_S, full_N, scatter_options
         )
-        self.broadcast = partial(dist.broadcast, group=group, async_op=True)
-        self.all_to_all = partial(dist.all_to_all_single, group=group, async_op=True)
+        self.broadcast: Callable[..., Any] = partial(dist.broadcast, group=group, async_op=True)
+        self.all_to_all: Callable[..., Any] = partial(
+            dist.all_to_all_single, group=group, async_op=True
+        )
 
 
 class ProcessGroupComm(RecordedComm):

@@ -252,7 +252,8 @@ class ShmComm(RecordedComm):
         flat = tensor.detach().view(-1)
         if flat.nbytes <= INLINE_NBYTES:
             return self._broadcast_small(ring, item, flat, src)
-        pieces = {ring.begin(item): piece for piece in pieces_of(flat)}
+        step = piece_numel(numel, flat.element_size())
+        pieces = {ring.begin(item): piece for piece in flat.split(step)}
         return (
             _Departure(ring, item, pieces)
             if src == self.rank
@@ -289,11 +290,9 @@ class ShmComm(RecordedComm):
         self.recorder.close()
 
 
-def pieces_of(flat: Tensor) -> Sequence[Tensor]:
-    """The pieces in which a large broadcast travels."""
-    step = max(-(-flat.numel() // _PIECES), _PIECE_NBYTES // flat.element_size())
-    pieces: Sequence[Tensor] = flat.split(step)
-    return pieces
+def piece_numel(numel: int, itemsize: int) -> int:
+    """Elements of each piece in which a large broadcast travels; the last one may have fewer."""
+    return max(-(-numel // _PIECES), _PIECE_NBYTES // itemsize)
 
 
 class Ring:

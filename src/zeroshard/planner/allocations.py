@@ -227,7 +227,8 @@ class Allocations(TorchDispatchMode):
 
     def _take(self, windows: Windows) -> None:
         self._windows[id(windows)] = windows
-        self._look("window of the transport", self.here())
+        # Before there is a model of which places are known, a place is needed only for a new peak.
+        self._look("window of the transport", None if self.phase == "init" else self.here())
 
     def _end_of(self, tensor: Tensor) -> None:
         key = tensor.untyped_storage()._cdata
@@ -249,8 +250,11 @@ class Allocations(TorchDispatchMode):
         disk = Tier.DISK.name
         return sum(nbytes for (_, tier), nbytes in ledger.held().items() if tier != disk)
 
-    def _look(self, op: str, place: Place, *, gathered_nbytes: int = 0) -> None:
-        """Compare with the peaks. ``gathered_nbytes``: what the ledger gets right after this call."""
+    def _look(self, op: str, place: Place | None, *, gathered_nbytes: int = 0) -> None:
+        """Compare with the peaks. ``gathered_nbytes``: what the ledger gets right after this call.
+
+        ``place``: of the operation; None: it is looked up if the peak is new.
+        """
         known = on_device = 0
         if self._ledger is not None:
             known = gathered_nbytes + self._followed(self._ledger)
@@ -273,7 +277,8 @@ class Allocations(TorchDispatchMode):
             self.looked(Held(self.phase, device, self._held(gathered_nbytes, transport), others))
         if last is None or device > last.device_nbytes:
             held = self._held(gathered_nbytes, transport)
-            self.moments[self.phase] = Moment(device, held, others, op, *place, len(self._events))
+            where = self.here() if place is None else place
+            self.moments[self.phase] = Moment(device, held, others, op, *where, len(self._events))
 
     def _held(self, gathered_nbytes: int, transport_nbytes: int) -> dict[tuple[str, str], int]:
         """What the ledger holds, and the transport. The same object as the last time if it is equal."""
