@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import zeroshard
 from zeroshard.comm import shm
+from zeroshard.comm.collectives import ProcessGroupComm
 from zeroshard.comm.shared_memory import window_listeners
 from zeroshard.comm.simulation import lone_rank
 from zeroshard.core.mesh import Mesh
@@ -164,6 +165,12 @@ CUT = [
 ]
 
 
+OVER_GLOO = [
+    Case(family, stage, False, "none", "stock", ranks)
+    for family, stage, ranks in itertools.product(("gpt2", "llama"), (1, 2, 3), (2, 3))
+]
+
+
 PIPED = [
     Case("llama", stage, ranks == 4, "none", "p2p", ranks, pipeline=2)
     for stage, ranks in ((0, 2), (1, 4), (2, 2), (3, 4))
@@ -282,28 +289,63 @@ def in_lockstep(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_late_references() -> Iterator[None]:
-    """Sums of layers return when gloo's thread has let go of their tensor, as a plan takes them to do.
+    """Waits for gloo return when gloo's thread has let go of the tensors, as a plan takes them to do.
 
-    That thread first says that the sum is done, and then drops its references. So a tensor that is freed
-    right after may live on for as long as the system lets the thread wait.
+    That thread first says that a collective is done, and then drops its references. So a tensor that is
+    freed right after may live on for as long as the system lets the thread wait.
     """
-    all_reduce = dist.all_reduce
+    all_reduce, start = dist.all_reduce, ProcessGroupComm._start
 
     def waiting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        before: int = tensor._use_count()  # type: ignore[attr-defined]
+        held = _References([tensor])
         result = all_reduce(tensor, *args, **kwargs)
-        end_s = time.monotonic() + LATE_S
-        while tensor._use_count() > before:  # type: ignore[attr-defined]
-            if time.monotonic() > end_s:
-                raise RuntimeError(f"A sum is done, and its tensor is still held after {LATE_S} s.")
-            time.sleep(1e-4)
+        held.wait()
         return result
 
+    def starting(comm: Any, item: Any, call: Any, *args: Any) -> Any:
+        held = _References([each for each in args if isinstance(each, torch.Tensor)])
+        handle = start(comm, item, call, *args)
+        return held.after(handle) if comm.transport == "stock:gloo" else handle
+
     dist.all_reduce = waiting
+    ProcessGroupComm._start = starting  # type: ignore[method-assign]
     try:
         yield
     finally:
         dist.all_reduce = all_reduce
+        ProcessGroupComm._start = start  # type: ignore[method-assign]
+
+
+class _References:
+    """How often tensors are referred to. ``wait``: until it is no more often than at first."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._counts = [(tensor, self._count(tensor)) for tensor in tensors]
+        self._handle: Any = None
+
+    @staticmethod
+    def _count(tensor: torch.Tensor) -> int:
+        return int(tensor._use_count())  # type: ignore[attr-defined]
+
+    def after(self, handle: Any) -> _References:
+        """Wait for this collective first."""
+        self._handle = handle
+        return self
+
+    def wait(self) -> None:
+        """Return when nobody else holds the tensors."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+            del handle
+        counts, self._counts = self._counts, []
+        end_s = time.monotonic() + LATE_S
+        while any(self._count(tensor) > before for tensor, before in counts):
+            if time.monotonic() > end_s:
+                raise RuntimeError(
+                    f"A collective is done, and its tensors are still held after {LATE_S} s."
+                )
+            time.sleep(1e-4)
 
 
 def _observe(case: Case, folder: str, path: str, lockstep: bool) -> None:
@@ -350,10 +392,10 @@ def planned(case: Case, rank: int = 0) -> Simulation:
 
 
 def differences(real: Simulation, plan: Simulation) -> list[str]:
-    """In what a plan differs from its run, in words: bytes of states and temporaries, and traffic."""
+    """In what a plan differs from its run, in words: bytes of states and temporaries, traffic, order."""
     return [
         f"{key}: real {ours.get(key)!r}, planned {said.get(key)!r}"
-        for table in (_held, _moved, _files)
+        for table in (_held, _moved, _files, _order)
         for ours, said in [(table(real), table(plan))]
         for key in {**ours, **said}
         if ours.get(key) != said.get(key)
@@ -374,6 +416,13 @@ def _moved(found: Simulation) -> dict[tuple[str, ...], Any]:
 def _files(found: Simulation) -> dict[tuple[str, ...], Any]:
     read, written = found.swapped
     return {("files",): found.file_nbytes, ("read",): read, ("written",): written}
+
+
+def _order(found: Simulation) -> dict[tuple[str, ...], Any]:
+    return {
+        ("order of collectives", name, str(group)): n
+        for (name, group), n in found.histories.items()
+    }
 
 
 def offs(real: Simulation, plan: Simulation) -> dict[str, float]:
@@ -569,6 +618,7 @@ _PROCESSES = [replace(case, size=LARGE) for case in covering()]
 PARTS: dict[str, tuple[list[Case], Callable[[Case], dict[str, Any]]]] = {
     "tensors": (ALL, tensor_row),
     "cut": (CUT, tensor_row),
+    "stock": (OVER_GLOO, tensor_row),
     "pipeline": (PIPED, stages_row),
     "disk": (ON_DISK, tensor_row),
     "process": (_PROCESSES, process_row),

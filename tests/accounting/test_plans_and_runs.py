@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import json
 import operator
 from dataclasses import astuple
 
 import plan_check
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroshard.comm.connect import make_comm
-from zeroshard.comm.simulation import lone_rank
+from zeroshard.comm.planned import (
+    PLANNED,
+    PlannedComm,
+    PlannedGloo,
+    PlannedScratch,
+    PlannedShm,
+    nodes_of,
+)
+from zeroshard.comm.simulation import diverged, lone_rank
 from zeroshard.errors import UsageError
 from zeroshard.offload.swap_file import BOUNCE_NBYTES, THREADS
+from zeroshard.planner.plan import make_plan
 from zeroshard.planner.simulate import highest
+from zeroshard.planner.step_log import StepLog
 
 CASES = plan_check.covering()
 
@@ -35,6 +47,16 @@ def test_a_plan_is_what_the_run_needs(case):
     assert plan.nbytes("transport") > 0
     assert highest(plan.moments)[1].held["transport", "device"] > 0
     assert real.peak_nbytes == max(m.device_nbytes for n, m in real.moments.items() if n != "init")
+    for phase, off in plan_check.offs(real, plan).items():
+        assert abs(off) <= plan_check.TOLERANCE, phase
+
+
+def test_a_run_over_gloo_needs_what_its_plan_says():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    real, plan = plan_check.run_and_plan(plan_check.Case("gpt2", 3, False, "none", "stock", 3))
+    assert plan.histories
+    assert plan_check.differences(real, plan) == []
+    assert plan.nbytes("transport") == max(r.numel for r in plan.traffic) * 4
     for phase, off in plan_check.offs(real, plan).items():
         assert abs(off) <= plan_check.TOLERANCE, phase
 
@@ -76,10 +98,11 @@ def test_stages_of_a_pipeline_need_what_their_plans_say():
             assert abs(off) <= plan_check.TOLERANCE, phase
 
 
+@pytest.mark.parametrize("transport", PLANNED)
 @pytest.mark.parametrize(("full", "part", "dtype"), [(128, 63, "float32"), (128, 64, "float16")])
-def test_a_planned_transport_refuses_what_a_real_one_could_not_do(full, part, dtype):
+def test_a_planned_transport_refuses_what_a_real_one_could_not_do(transport, full, part, dtype):
     with lone_rank(0, 2), FakeTensorMode():
-        comm = make_comm(transport="shm")
+        comm = make_comm(transport=transport)
         for call in (comm.all_gather, comm.reduce_scatter):
             whole, own = torch.empty(full), torch.empty(part, dtype=getattr(torch, dtype))
             tensors = (whole, own) if call == comm.all_gather else (own, whole)
@@ -87,6 +110,74 @@ def test_a_planned_transport_refuses_what_a_real_one_could_not_do(full, part, dt
                 UsageError, match=r"'a unit' over 2 ranks: 128 elements of torch\.float32"
             ):
                 call(*tensors, name="a unit")
+        with pytest.raises(UsageError, match=r"'a table': .* is not contiguous"):
+            comm.broadcast(torch.empty(4, 8).t(), 0, name="a table")
+
+
+@pytest.mark.parametrize(
+    ("calls", "diverge"),
+    [
+        ((("a", 8, "float32"), ("b", 8, "float32")), False),
+        ((("b", 8, "float32"), ("a", 8, "float32")), True),  # another order
+        ((("a", 8, "float32"), ("b", 16, "float32")), True),  # another size
+        ((("a", 8, "float32"), ("b", 8, "float64")), True),  # another dtype
+        ((("a", 8, "float32"),), True),
+    ],
+)
+def test_planned_ranks_that_call_different_collectives_are_found(calls, diverge):
+    said = {}
+    for rank, own in enumerate([(("a", 8, "float32"), ("b", 8, "float32")), calls]):
+        with lone_rank(rank, 2), FakeTensorMode():
+            comm, log = make_comm(transport="shm"), StepLog()
+            log.begin_order([comm])
+            for name, numel, dtype in own:
+                full_N = torch.empty(numel, dtype=getattr(torch, dtype))
+                comm.all_gather(full_N, full_N[: numel // 2], name=name).wait()
+            said[rank] = log.histories()
+    assert bool(diverged(said)) is diverge
+
+
+def test_a_plan_whose_stages_call_different_collectives_is_an_error(tmp_path, monkeypatch):
+    """The second stage exchanges something that the first one does not."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "parallel": {"pipeline": 2},
+        "optimizer": {"type": "AdamW"},
+    }
+    arguments = {"ranks": 2, "length": 8}
+    make_plan(str(tmp_path), config, **arguments)
+    small = PlannedComm.all_gather_small
+
+    def more(self, vector_K, *, name):
+        if self.rank:
+            small(self, vector_K, name="one more")
+        return small(self, vector_K, name=name)
+
+    monkeypatch.setattr(PlannedComm, "all_gather_small", more)
+    with pytest.raises(UsageError, match="ranks 0 and 1 call different collectives over the group"):
+        make_plan(str(tmp_path), config, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node", "transport"),
+    [
+        ((0, 1), 2, PlannedShm),
+        ((2, 3), 2, PlannedShm),
+        ((0, 2), 2, PlannedScratch),
+        ((0, 1, 2, 3), 2, PlannedScratch),
+        ((0, 1, 2, 3), 4, PlannedShm),
+        ((0, 1, 2, 3), None, PlannedComm),
+    ],
+)
+def test_each_group_of_a_plan_has_the_transport_of_a_run(ranks, node, transport):
+    with lone_rank(ranks[0], 4), nodes_of(node):
+        group = dist.new_group(list(ranks))
+        assert type(make_comm(group=group)) is transport
+        assert type(make_comm(group=group, transport="stock")) is PlannedGloo
 
 
 def test_windows_in_flight_are_kept_until_they_are_read():

@@ -466,14 +466,17 @@ def test_samples_per_second_are_those_of_the_batch_of_the_model(
     ) == taken
 
 
-@pytest.mark.parametrize(("size", "transport"), [(None, "shared"), (4, "shared"), (2, "p2p")])
-def test_cpu_ranks_of_several_nodes_have_no_shared_memory(run, size, transport):
+@pytest.mark.parametrize(("size", "as_named"), [(None, "shm"), (4, "shm"), (2, "p2p")])
+def test_cpu_ranks_of_several_nodes_have_no_shared_memory(run, size, as_named):
     options = () if size is None else ("--ranks-per-node", str(size))
     found = json.loads(run("nets_to_plan:plain", "--json", *options).stdout)
     assert found["ranks_per_node"] == size
     told = " ".join(found["assumed"])
-    assert ("communicate through p2p" in told) is (transport == "p2p")
-    assert ("communicate through shared memory" in told) is (transport == "shared")
+    assert ("communicate through shared memory" in told) is (as_named == "shm")
+    named = json.loads(run("nets_to_plan:plain", "--json", transport=as_named).stdout)
+    assert [found[key] for key in ("memory", "phases")] == [
+        named[key] for key in ("memory", "phases")
+    ]
 
 
 def test_ranks_of_several_nodes_wait_longer_for_each_other(run):

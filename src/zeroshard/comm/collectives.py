@@ -266,6 +266,11 @@ class ProcessGroupComm(RecordedComm):
         self._sockets = dict(sockets or {})
 
     @property
+    def group_name(self) -> str:
+        """The name that torch gave the group; "" once this communicator is closed."""
+        return "" if self._group is None else str(self._group.group_name)
+
+    @property
     def scratch_nbytes(self) -> int:
         """Bytes of device memory that the backend took when this communicator was made."""
         return self._buffer_nbytes

@@ -17,11 +17,11 @@ from zeroshard.comm.agreement import Store as AgreeStore
 from zeroshard.comm.collectives import Comm, ErrorExplainer, ProcessGroupComm, SoloComm
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.gloo import GlooComm
-from zeroshard.comm.host import host_number, new_sockets, open_sockets
+from zeroshard.comm.host import Process, host_number, new_sockets, open_sockets
 from zeroshard.comm.p2p import P2PComm, open_links
-from zeroshard.comm.planned import PLANNED
+from zeroshard.comm.planned import PLANNED, processes_of
 from zeroshard.comm.recorder import Recorder
-from zeroshard.comm.shm import PeerMemory, ShmComm, open_peer_memory
+from zeroshard.comm.shm import PeerMemory, ShmComm, apart, open_peer_memory
 from zeroshard.comm.shm_messages import ShmLink
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import ConfigError, LaunchError, UsageError
@@ -49,11 +49,12 @@ class Transport:
     """One way to move bytes between ranks. ``backend``: of the process group that it needs; None: any.
 
     ``open`` returns the communicator, or why these ranks cannot use it. The answer is the same on all of
-    them.
+    them. ``refuses``: why it cannot serve ranks with these processes, "" if it can; ``open`` asks it too.
     """
 
     open: Callable[[Opening], Comm | str]
     backend: str | None = None
+    refuses: Callable[[Sequence[Process]], str] = lambda _processes: ""
 
 
 def make_comm(
@@ -86,8 +87,9 @@ def make_comm(
     assert group is not None  # initialised
     backend = _backend_for(group, device.type)
     if backend == "fake":
-        several = dist.get_world_size(group) > 1
-        planned = PLANNED[transport if several and device.type == "cpu" else "auto"]
+        ranks = dist.get_process_group_ranks(group)
+        several = len(ranks) > 1 and device.type == "cpu"
+        planned = PLANNED[_planned_transport(transport, ranks) if several else "auto"]
         return planned(group, recorder=recorder, guard=guard, device=device)
     if dist.get_world_size(group) == 1 and transport != "stock":
         return SoloComm(recorder)
@@ -105,6 +107,14 @@ def make_comm(
         if transport != "auto":
             raise ConfigError(f'transport "{name}" is not possible here: {comm}. Use "auto".')
     raise AssertionError("the last row works for all ranks")
+
+
+def _planned_transport(transport: str, ranks: Sequence[int]) -> str:
+    """The row that ``transport`` would be for these CPU ranks of a simulated run; "auto": not known."""
+    processes = processes_of(ranks)
+    if transport != "auto" or processes is None:
+        return transport
+    return next(name for name, row in TRANSPORTS.items() if not row.refuses(processes))
 
 
 def _open_shm(opening: Opening) -> Comm | str:
@@ -269,7 +279,7 @@ def check_devices(uses: Mapping[int, DeviceUse]) -> None:
 
 
 TRANSPORTS: dict[str, Transport] = {
-    "shm": Transport(_open_shm, "gloo"),  # memory that CPU ranks of one host share
+    "shm": Transport(_open_shm, "gloo", apart),  # memory that CPU ranks of one host share
     "p2p": Transport(_open_p2p, "gloo"),  # gloo's sends and receives, with tags
     "stock": Transport(_open_stock),  # the collectives of the process group's own backend
 }

@@ -8,8 +8,10 @@ W ranks; N padded elements, S = N // W; K elements of a small vector.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ from zeroshard.comm.collectives import (
     ProcessGroupComm,
     sum_temporary,
 )
+from zeroshard.comm.host import Process
 from zeroshard.comm.scratch import KeepsScratch, Scratch
 from zeroshard.comm.shared_memory import CONTROL_NBYTES, INLINE_NBYTES, RING, Windows
 from zeroshard.comm.shm import AHEAD, piece_numel
@@ -77,7 +80,10 @@ class PlannedComm(ProcessGroupComm):
                 f"{tensor.stride()} and is not contiguous, so a real transport would fail. Pass "
                 "tensor.contiguous()."
             )
-        return super().broadcast(tensor, src, name=name)
+        item = self._record_broadcast(tensor, src, name)
+        if not tensor.numel():
+            return DONE
+        return self._start(item, self.bound(item).broadcast, tensor, self.ranks[src])
 
     def _check(self, op: str, name: str, full_N: Tensor, shard_S: Tensor) -> None:
         if full_N.numel() != self.size * shard_S.numel() or full_N.dtype != shard_S.dtype:
@@ -287,10 +293,35 @@ class _Then:
             self._after()
 
 
+_NODE: ContextVar[int | None] = ContextVar("ranks of a node of a simulated run", default=None)
+
+
+@contextlib.contextmanager
+def nodes_of(ranks: int | None) -> Iterator[None]:
+    """Inside the block a simulated run has nodes of so many ranks, in the order of ranks.
+
+    None: it is not known which ranks share a node.
+    """
+    before = _NODE.set(ranks)
+    try:
+        yield
+    finally:
+        _NODE.reset(before)
+
+
+def processes_of(ranks: Sequence[int]) -> list[Process] | None:
+    """What processes of simulated ranks would tell of themselves; None: their nodes are not known."""
+    size = _NODE.get()
+    if size is None:
+        return None
+    nodes = [f"node {rank // size}" for rank in ranks]
+    return [Process(node, node, rank, "") for node, rank in zip(nodes, ranks, strict=True)]
+
+
 PLANNED: Mapping[str, type[PlannedComm]] = {
     "auto": PlannedComm,
     "shm": PlannedShm,
     "p2p": PlannedScratch,
     "stock": PlannedGloo,
 }
-"""By the key ``transport``. With "auto" no transport is known, and its memory is not counted."""
+"""By transport. With "auto" none is known, and its memory is not counted."""

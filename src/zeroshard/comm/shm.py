@@ -110,7 +110,7 @@ def open_peer_memory(
     texts = wait(json.dumps(mine), key="card")
     cards = [json.loads(text) for text in texts]
     processes = [Process(**card["process"]) for card in cards]
-    why = next((card["why"] for card in cards if card["why"]), "") or _apart(processes)
+    why = next((card["why"] for card in cards if card["why"]), "") or apart(processes)
     mappings = {}
     if not why:
         try:
@@ -129,7 +129,8 @@ def open_peer_memory(
     return PeerMemory(arena, mappings, processes)
 
 
-def _apart(processes: Sequence[Process]) -> str:
+def apart(processes: Sequence[Process]) -> str:
+    """Why the processes of these ranks cannot share memory; "" if they can."""
     first = processes[0]
     for rank, process in enumerate(processes):
         if not process.space or process.space != first.space:

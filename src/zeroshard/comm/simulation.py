@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -107,10 +107,15 @@ class LayerTraffic:
 
 @dataclass
 class CallLog:
-    """Messages between stages, in order, and collectives of layers, by name and global ranks."""
+    """Messages between stages, in order, and collectives of layers, by name and global ranks.
+
+    ``reductions``: names of the groups over which the engine reduces with an all-to-all, as it does with
+    gloo. Its recorders count these calls.
+    """
 
     messages: list[Message] = field(default_factory=list)
     layers: dict[tuple[str, tuple[int, ...]], LayerTraffic] = field(default_factory=dict)
+    reductions: set[str] = field(default_factory=set)
 
     def note(
         self, func: Any, args: Sequence[Any], result: Any
@@ -129,9 +134,12 @@ class CallLog:
                 found = Message(_MESSAGES[name], peers[args[2]], args[3], shape, tensor.dtype)
                 self.messages.append(found)
         elif name in _OPS:
-            ranks = _group_of(args)
+            group = _group_of(args)
+            if _OPS[name] == "all_to_all" and group.group_name in self.reductions:
+                return None
+            ranks = tuple(dist.get_process_group_ranks(group))
             self._note_layer(_OPS[name], ranks, _widest(args, result))
-            return _OPS[name], tuple(ranks)
+            return _OPS[name], ranks
         return None
 
     def _note_layer(self, op: str, ranks: tuple[int, ...], numel: int) -> None:
@@ -147,15 +155,16 @@ class CallLog:
         self.layers.clear()
 
 
-def _group_of(args: Sequence[Any]) -> tuple[int, ...]:
-    """The global ranks of the group of a call: named by the last text, or given as an object."""
+def _group_of(args: Sequence[Any]) -> dist.ProcessGroup:
+    """The group of a call: named by the last text, or given as an object."""
     names = [arg for arg in args if isinstance(arg, str)]
+    found: dist.ProcessGroup
     if names:
-        group = vars(dist.distributed_c10d)["_resolve_process_group"](names[-1])
+        found = vars(dist.distributed_c10d)["_resolve_process_group"](names[-1])
     else:
         boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-        group = dist.ProcessGroup.unbox(boxed)  # type: ignore[attr-defined]
-    return tuple(dist.get_process_group_ranks(group))
+        found = dist.ProcessGroup.unbox(boxed)  # type: ignore[attr-defined]
+    return found
 
 
 def _widest(args: Sequence[Any], result: Any) -> int:
@@ -185,6 +194,32 @@ def unmatched(ranks: dict[int, Sequence[Message]]) -> list[str]:
             got = [_what(m) for m in receiving if _is(m, RECEIVE, source, tag)]
             where = f"rank {source} -> rank {target}, tag {tag}: message"
             found += _differences(where, sent, got)
+    return found
+
+
+Histories: TypeAlias = Mapping[tuple[str, tuple[int, ...]], str]
+"""By name and global ranks of a group: a hash of the collectives that a rank has called over it, in
+order, with their names, dtypes and sizes."""
+
+
+def diverged(ranks: Mapping[int, Histories]) -> list[str]:
+    """Groups over which two of the given ranks have called different collectives, in words.
+
+    Ranks of a real run would wait for each other there, or add unrelated tensors.
+
+    >>> diverged({0: {("data", (0, 1)): "7-a0"}, 1: {("data", (0, 1)): "8-b1"}})
+    ["ranks 0 and 1 call different collectives over the group 'data' of ranks [0, 1]"]
+    """
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+    found = []
+    for rank, histories in ranks.items():
+        for (name, group), history in histories.items():
+            other, before = first.setdefault((name, group), (rank, history))
+            if history != before:
+                found.append(
+                    f"ranks {other} and {rank} call different collectives over the group {name!r} of "
+                    f"ranks {list(group)}"
+                )
     return found
 
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from zeroshard.comm.simulation import diverged
 from zeroshard.config import Config, load_config
 from zeroshard.config.machine_file import MachineFile, Number, check_links
 from zeroshard.config.mesh_keys import mesh_from_config
@@ -264,8 +265,8 @@ def make_plan(
     ``target``: see :func:`target_of`. ``with_events``: keep what the step does, for a trace. ``few``:
     simulate two micro-batches of a step at most, and of a pipeline with the schedule 1F1B one more than
     it has stages; later ones hold and take what the last of these does. ``ranks_per_node``: instead of
-    the devices of a node of the machine; CPU ranks of several nodes do not communicate through shared
-    memory.
+    the devices of a node of the machine; groups of CPU ranks communicate through shared memory if all of
+    their ranks are on one node, as in a run.
     All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all. Of
     a pipeline one rank of each stage is simulated. A model that is no pipeline is cut into stages with
     equal numbers of blocks.
@@ -313,14 +314,7 @@ def make_plan(
         assumed += (f"the micro-batch has {size} samples, the rows of the model's own batch",)
     chosen = config_dict(config) | ({k: v for k, v in arguments.items() if v is not None})
     transport = chosen.get("transport", "auto")
-    if kind == "cpu" and transport == "auto" and mesh.world_size > 1:
-        one_node = ranks_per_node is None or ranks <= ranks_per_node
-        transport = chosen["transport"] = "shm" if one_node else "p2p"
-        if not one_node:
-            assumed += (
-                f"nodes have {ranks_per_node} ranks, so CPU ranks communicate through p2p; groups inside "
-                "a node would use shared memory",
-            )
+    one_node = ranks_per_node is None or ranks <= ranks_per_node
     count = settings.gradient_accumulation_steps or 1
     enough = _enough(source, mesh)
     few = few and enough is not None and count > enough
@@ -333,11 +327,13 @@ def make_plan(
             source.build, chosen, source.batch, mesh=mesh, rank=rank, loss_fn=source.loss,
             plan="auto" if cuts else None,
             with_events=with_events or machine is not None, target=kind, with_checkpoint=True,
+            ranks_per_node=ranks_per_node or ranks,
         )  # fmt: skip
 
     with explained(source.name):
         first = [_first_rank(mesh, stage) for stage in range(mesh.pipeline)]
         of_stages = [simulated(rank) for rank in first]
+    _check_order(of_stages)
     is_one_memory = machine is not None and machine.execution == "serial"
     peaks = [_peak_of(each, together=is_one_memory) for each in of_stages]
     highest_at = peaks.index(max(peaks))
@@ -350,7 +346,8 @@ def make_plan(
             "the device has memory of its own, with which the limit is compared; CPU ranks have one "
             f"memory, and need {size_text(most)} of it",
         )
-    if transport == "shm":
+    shares = kind == "cpu" and ranks > 1 and transport in ("auto", "shm")
+    if shares and (one_node or transport == "shm"):
         assumed += (
             "all ranks are on one host and communicate through shared memory; for ranks of several "
             'hosts, --ranks-per-node or "transport": "p2p"',
@@ -374,7 +371,7 @@ def make_plan(
         not_modelled=(
             *NOT_MODELLED,
             NOT_MODELLED_OF[kind],
-            *(NOT_MODELLED_OF_STAGES if mesh.pipeline > 1 and transport == "shm" else ()),
+            *(NOT_MODELLED_OF_STAGES if mesh.pipeline > 1 and shares else ()),
         ),
         own_batch=source.own_batch,
         target=kind,
@@ -385,6 +382,20 @@ def make_plan(
         ranks_per_node=ranks_per_node,
         config=tuple(loaded.rows()),
     )
+
+
+def _check_order(of_ranks: Sequence[Simulation]) -> None:
+    """Check that simulated ranks call the same collectives over the groups that they share.
+
+    Raises:
+        UsageError: they do not.
+    """
+    wrong = diverged({found.rank: found.histories for found in of_ranks})
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]}. The ranks of a run would wait for each other there. Let all ranks make the "
+            "same calls of the engine, in the same order."
+        )
 
 
 def _enough(source: ModelSource, mesh: Mesh) -> int | None:

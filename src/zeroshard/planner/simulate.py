@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from zeroshard.comm.collectives import ProcessGroupComm, RecordedComm
+from zeroshard.comm.gloo import GlooComm
 from zeroshard.comm.mesh_objects import mesh_sources
-from zeroshard.comm.planned import PlannedShm
+from zeroshard.comm.planned import PlannedShm, nodes_of
 from zeroshard.comm.shm import ShmComm
-from zeroshard.comm.simulation import CallLog, Message, lone_rank
+from zeroshard.comm.simulation import CallLog, Histories, Message, lone_rank
 from zeroshard.config import load_config
 from zeroshard.config.parse import read_source
 from zeroshard.core.mesh import DIMS, HOLDERS, SHARDS, Mesh
@@ -94,6 +95,7 @@ class Simulation:
     time; they are one memory on CPU ranks. ``run``: what a failed allocation would know of it.
     ``kept``: names of the units that stage 3 has not freed after a forward, so that their backward does
     not gather them again. ``starts``: of each micro-batch, how many events come before it.
+    ``histories``: the collectives of the last step over each group, in order, as hashes.
     ``checkpoint``: what saving and loading need, if that was asked for; then there are moments "save" and
     "load" too.
     """
@@ -121,6 +123,7 @@ class Simulation:
     starts: tuple[int, ...] = ()
     checkpoint: CheckpointNeeds | None = None
     kept: tuple[str, ...] = ()
+    histories: Histories = field(default_factory=dict)
 
     def nbytes(self, category: str, tier: str = "device") -> int:
         """Counted bytes of a category. Those of gradients and temporaries are peaks."""
@@ -145,6 +148,7 @@ def simulate(
     target: Target = "cpu",
     with_checkpoint: bool = False,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    ranks_per_node: int | None = None,
 ) -> Simulation:
     """Train ``steps`` steps as ``rank`` of ``mesh`` with fake tensors, and say what that needed.
 
@@ -157,10 +161,12 @@ def simulate(
     The first step creates optimizer state, so the second one shows the memory of all later steps.
     ``with_events``: log what the last step does, for its time. ``target``: the kind of device whose
     operations the model runs. ``with_checkpoint``: then save and load. ``optimizer``: makes the
-    optimizer from the parameters; None: the configuration names it.
+    optimizer from the parameters; None: the configuration names it. ``ranks_per_node``: how many ranks
+    share a node, and so may share memory; None: not known.
 
     The process must not have a process group. Memory of allocators and of the program itself is not
-    counted; that of the transport is if the configuration names one (key ``transport``) for CPU ranks.
+    counted; that of the transport is, for CPU ranks, if the configuration names one (key ``transport``),
+    or if ``ranks_per_node`` is given, so that each group of ranks gets the transport of a run.
 
     Raises:
         UsageError: the arguments do not fit together.
@@ -172,7 +178,8 @@ def simulate(
     log = StepLog()
     watch = Allocations(log.note)
     apart = host_memory_apart(target != "cpu")
-    with lone_rank(rank, mesh.world_size), kernels_of(target), apart, fake_tensors(), watch:
+    nodes = nodes_of(ranks_per_node)
+    with lone_rank(rank, mesh.world_size), nodes, kernels_of(target), apart, fake_tensors(), watch:
         inputs, labels = tree_map_only(torch.Tensor, _fake_like, (inputs, labels))
         model = build()
         arriving: Mapping[int, Sequence[Boundary]] = {}
@@ -243,6 +250,9 @@ def observe(
         chosen = {"transport": "p2p", **config}
         with contextlib.closing(Engine(model, config=chosen)) as engine:
             watch.buffers_nbytes = _buffers_of(engine)
+            log.calls.reductions = {
+                c.group_name for c in engine._watch.comms if isinstance(c, GlooComm)
+            }
             step = _stepper(engine, model, inputs, labels, loss_fn, watch, log)
             found = _last_step(engine, model, step, steps, watch, log)
             if not directory:
@@ -280,6 +290,7 @@ def _last_step(
             _begin(engine, watch, log)
             before = _swapped(engine)
             log.begin_memory(watch)
+            log.begin_order([c for c in engine._watch.comms if isinstance(c, RecordedComm)])
             if with_events:
                 links, comms = engine._watch.pipeline, engine._watch.comms
                 messages = None if links is None else links.messages
@@ -431,6 +442,7 @@ def _result(
         run_of(engine, _activations(watch)),
         tuple(log.starts),
         kept=tuple(unit.name for unit in engine.runtime.units if unit.name in log.kept),
+        histories=log.histories(),
     )
 
 

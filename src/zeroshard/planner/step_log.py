@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from zeroshard.comm.collectives import RecordedComm
 from zeroshard.comm.recorder import Entry, Recorder
-from zeroshard.comm.simulation import CallLog
+from zeroshard.comm.simulation import CallLog, Histories
 from zeroshard.comm.stage_messages import StageMessages
 from zeroshard.planner.allocations import Allocations, Held
 from zeroshard.planner.work import Work, work_of
@@ -52,10 +54,21 @@ StepEvent: TypeAlias = Operation | Begun | Ended | Held
 
 
 @dataclass
+class _Order:
+    """Collectives over one group: how many, and a hash of their names, sizes and dtypes in order."""
+
+    name: str
+    ranks: tuple[int, ...]
+    calls: int = 0
+    hash: Any = field(default_factory=partial(hashlib.blake2b, digest_size=8))
+
+
+@dataclass
 class StepLog:
     """Events of a step, from the dispatcher and the recorders, and what layers call.
 
-    The memory of the last step is always logged, operations and collectives if they are asked for.
+    The memory of the last step and the order of collectives are always logged, operations and collectives
+    if they are asked for.
     """
 
     calls: CallLog = field(default_factory=CallLog)
@@ -64,12 +77,26 @@ class StepLog:
         default_factory=list
     )  # of each micro-batch: the number of events before
     kept: set[str] = field(default_factory=set)  # units that are gathered when a backward begins
+    _orders: dict[int, _Order] = field(default_factory=dict)  # by id of the recorder
     _watch: Allocations | None = None  # knows the phase
     _ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by id of the recorder
 
     def begin_memory(self, watch: Allocations) -> None:
         """Log what the device holds from now on."""
         watch.looked = self.events.append
+
+    def begin_order(self, comms: Sequence[RecordedComm]) -> None:
+        """Follow the order of the collectives of these communicators from now on."""
+        several = [comm for comm in comms if len(comm.ranks) > 1]
+        self._orders = {
+            id(comm.recorder): _Order(comm.recorder.group, comm.ranks) for comm in several
+        }
+        for comm in several:
+            comm.recorder.listener = self
+
+    def histories(self) -> Histories:
+        """The collectives so far over each group, in order, as hashes."""
+        return {(o.name, o.ranks): f"{o.calls}-{o.hash.hexdigest()}" for o in self._orders.values()}
 
     def begin(
         self,
@@ -116,12 +143,19 @@ class StepLog:
     def entered(self, recorder: Recorder, entry: Entry) -> None:
         """A collective of the engine starts."""
         assert entry.dtype is not None  # set when it was entered
+        if (order := self._orders.get(id(recorder))) is not None:
+            order.calls += 1
+            order.hash.update(f"{entry.op} {entry.name} {entry.numel} {entry.dtype}\n".encode())
+        if self._watch is None:
+            return
         op, size = entry.op.partition(" ")[0], entry.dtype.itemsize
         ranks = self._ranks[id(recorder)]
         self.events.append(Begun(_key(recorder, entry), op, entry.numel * size, ranks))
 
     def finished(self, recorder: Recorder, entry: Entry) -> None:
         """The device waits for a collective of the engine."""
+        if self._watch is None:
+            return
         self.events.append(Ended(_key(recorder, entry)))
 
 
