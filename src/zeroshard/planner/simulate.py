@@ -178,8 +178,7 @@ def simulate(
     log = StepLog()
     watch = Allocations(log.note)
     apart = host_memory_apart(target != "cpu")
-    nodes = nodes_of(ranks_per_node)
-    with lone_rank(rank, mesh.world_size), nodes, kernels_of(target), apart, fake_tensors(), watch:
+    with lone_rank(rank, mesh.world_size), kernels_of(target), apart, fake_tensors(), watch:
         inputs, labels = tree_map_only(torch.Tensor, _fake_like, (inputs, labels))
         model = build()
         arriving: Mapping[int, Sequence[Boundary]] = {}
@@ -194,7 +193,9 @@ def simulate(
             gc.collect()  # cut layers are in cycles
             watch.forget_peaks()  # a run gets the shapes in messages
             model = build()
-        with contextlib.closing(_engine(model, config, mesh, plan, optimizer)) as engine:
+        with nodes_of(ranks_per_node):  # what zero.Init holds of a transport is not counted
+            engine = _engine(model, config, mesh, plan, optimizer)
+        with contextlib.closing(engine):
             watch.buffers_nbytes = _buffers_of(engine)
             _expect(engine, arriving)
             step = _stepper(engine, model, inputs, labels, loss_fn, watch, log)
