@@ -308,7 +308,7 @@ def no_late_references() -> Iterator[None]:
         return held.after(handle) if comm.transport == "stock:gloo" else handle
 
     dist.all_reduce = waiting
-    ProcessGroupComm._start = starting  # type: ignore[method-assign]
+    ProcessGroupComm._start = starting  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
