@@ -36,9 +36,8 @@ _ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
 _OF_HOST = "DefaultCPUAllocator"
 UPDATE = "the update"
 LESS_ON_HOST = (
-    'It is memory of the host that is missing. State that is offloaded to the device "nvme" rests on '
-    "disk, and state that is not offloaded on the accelerator. A data loader with fewer processes needs "
-    "less."
+    "It is memory of the host that is missing. Less of it is needed if state is offloaded to the device "
+    '"nvme", or not offloaded, or if a data loader has fewer processes.'
 )
 _BEGIN = "ZeroShard: the memory of rank"
 
@@ -197,11 +196,18 @@ def run_of(engine: Any, activations: int) -> Run:
         has_host=engine.device.type != "cpu",
         can_checkpoint=hasattr(model, "gradient_checkpointing_enable")
         and getattr(model, "supports_gradient_checkpointing", True)
-        and not getattr(model, "is_gradient_checkpointing", False),
+        and not _is_checkpointing(model),
         offloads_optimizer=is_offloaded(zero.offload_optimizer),
         offloads_params=is_offloaded(zero.offload_param),
         block_nbytes=activations // longest_list(model),
     )
+
+
+def _is_checkpointing(model: nn.Module) -> bool:
+    """Whether a model recomputes its activations. Transformers 5 warns of the older name."""
+    newer = "is_activation_checkpointing"
+    name = newer if hasattr(type(model), newer) else "is_gradient_checkpointing"
+    return bool(getattr(model, name, False))
 
 
 def _table(engine: Any, activations: int) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,9 +24,27 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     references. All results of a fake mode have one, and so have parameters that ``zero.Init`` has
     sharded. So inside, the exchange is that of :func:`~zeroshard.zero.materialize.exchange`. Without it
     no model could be planned that converts itself while it is built, such as PEFT's.
+
+    :func:`torch.nn.init.trunc_normal_` draws until all values are in bounds, which needs values. Inside,
+    it draws twice. Without it no vision transformer of Transformers could be planned.
     """
-    with mock.patch.object(torch.utils, "swap_tensors", _exchange), FakeTensorMode() as fake:
+    with (
+        mock.patch.object(torch.utils, "swap_tensors", _exchange),
+        mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _drawn_twice),
+        FakeTensorMode() as fake,
+    ):
         yield fake
+
+
+@torch.no_grad()
+def _drawn_twice(
+    tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+) -> Tensor:
+    """Allocates what torch does if some of the first values are out of bounds."""
+    first = tensor.normal_(mean, std, generator=generator)
+    outside = (first < a) | (first > b)
+    again = torch.empty_like(first).normal_(mean, std, generator=generator)
+    return tensor.copy_(torch.where(outside, again, first))
 
 
 def _exchange(param: Tensor, other: Tensor) -> None:

@@ -609,9 +609,9 @@ def explained(model: str, hint: str = BATCH_HINT) -> Iterator[None]:
         raise UnsupportedError(
             f"{model} cannot be planned: {_line(error)} calls {error.func}, which "
             "depends on the values of a tensor, and a plan has only shapes. Common causes: "
-            ".item(), .tolist(), bool(tensor), nonzero(), a boolean mask as an index, and "
-            "torch.nn.init.trunc_normal_ where the model is built. Use an operation whose result has a "
-            "fixed shape, such as torch.where, or give module:function, which leaves such values out."
+            ".item(), .tolist(), bool(tensor), nonzero(), and a boolean mask as an index. Use an "
+            "operation whose result has a fixed shape, such as torch.where, or give module:function, "
+            "which leaves such values out."
         ) from error
     except UnsupportedOperatorException as error:
         raise UnsupportedError(
