@@ -11,11 +11,11 @@ from torch import Tensor
 _SIMPLE = (int, float, bool, str, bytes, type(None), torch.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take twice the time
 class Shape:
     """What is remembered of a tensor."""
 
-    sizes: tuple[int, ...]
+    sizes: torch.Size
     dtype: torch.dtype
     requires_grad: bool
 
@@ -30,13 +30,13 @@ class Unknown:
 def shapes_of(value: Any) -> Any:
     """``value`` with a :class:`Shape` for each tensor in lists, tuples and dicts.
 
-    It runs before every forward, and costs about a microsecond per tensor.
+    It runs before every forward, and takes one to two microseconds per tensor.
 
     >>> shapes_of([torch.ones(2, 3), {"scale": 0.5}])
-    [Shape(sizes=(2, 3), dtype=torch.float32, requires_grad=False), {'scale': 0.5}]
+    [Shape(sizes=torch.Size([2, 3]), dtype=torch.float32, requires_grad=False), {'scale': 0.5}]
     """
     if isinstance(value, Tensor):
-        return Shape(tuple(value.shape), value.dtype, value.requires_grad)
+        return Shape(value.shape, value.dtype, value.requires_grad)
     if isinstance(value, _SIMPLE):
         return value
     kind = type(value)
