@@ -194,3 +194,12 @@ def test_windows_in_flight_are_kept_until_they_are_read():
         comm.reduce_scatter(shard, lent, name="c").wait()
         del lent
         assert comm.scratch_nbytes == 8192
+
+
+def test_real_tensors_over_a_fake_group_have_the_row_of_this_rank_everywhere():
+    """Benchmarks of one rank of many train with values."""
+    with lone_rank(0, 2):
+        comm = PlannedComm(dist.group.WORLD)
+        rows = comm.all_gather_small(torch.tensor([3.0, 4.0]), name="norm")
+        comm.close()
+    assert rows.tolist() == [[3.0, 4.0], [3.0, 4.0]]
