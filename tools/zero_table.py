@@ -128,7 +128,7 @@ def planned(stage: int, ranks: int, folder: Path) -> tuple[dict[str, Any], float
     keys.write_text(json.dumps(config))
     command = [
         sys.executable, "-m", "zeroshard.cli.main", "plan", str(model), "--config", str(keys),
-        "--ranks", str(ranks), "--seq", str(TOKENS), "--json",
+        "--ranks", str(ranks), "--seq", str(TOKENS), "--target", "cuda", "--json",
     ]  # fmt: skip
     # An installed package is compiled; the first run compiles a checkout.
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}

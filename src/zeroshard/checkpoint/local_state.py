@@ -54,10 +54,11 @@ class ShardItem:
 
         A copy, if the elements do not lie side by side.
         """
-        flat = self.holder.view(-1)[self.at :]
+        flat = self.holder.view(-1)
         if self.strip is None:
-            return flat[: self.numel]
-        views = self.strip.views(flat, self.origin, self.begin, self.begin + self.numel)
+            return flat[self.at : self.at + self.numel]
+        end = self.begin + self.numel
+        views = self.strip.views(flat[self.at :], self.origin, self.begin, end)
         return (
             views[0].view(-1) if _is_one_run(views) else torch.cat([v.reshape(-1) for v in views])
         )

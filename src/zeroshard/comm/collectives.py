@@ -312,7 +312,8 @@ class ProcessGroupComm(RecordedComm):
         item = self._record_broadcast(tensor, src, name)
         if not tensor.numel():
             return DONE
-        return self._start(item, self.bound(item).broadcast, tensor.detach(), self.ranks[src])
+        values = tensor.detach() if tensor.requires_grad else tensor
+        return self._start(item, self.bound(item).broadcast, values, self.ranks[src])
 
     def bound(self, item: Item) -> BoundCollectives:
         """The collectives of the group.

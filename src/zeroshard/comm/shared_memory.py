@@ -247,6 +247,7 @@ class Windows:
     """Blocks that are reused: there are at most as many as were ever in use at once.
 
     Subclasses say what a block is: shared memory, or a note of it in a run that is simulated.
+    ``all_nbytes``: of all blocks; ``peak_nbytes``: the most so far.
     """
 
     def __init__(self, end: int) -> None:
@@ -254,7 +255,7 @@ class Windows:
         self.readers: Sequence[Any] = ()  # control blocks of the other ranks
         self.blocks: dict[int, Any] = {}  # by address
         self._swept_s = 0.0
-        self.peak_nbytes = 0
+        self.all_nbytes = self.peak_nbytes = 0
 
     def new_block(self, offset: int, nbytes: int) -> tuple[int, Any]:
         """A block, and its address."""
@@ -264,11 +265,6 @@ class Windows:
     def lent_nbytes(self) -> int:
         """Bytes of tensors of the program that lie in blocks."""
         return sum(block.bytes.nbytes for block in self.blocks.values() if block.is_lent)
-
-    @property
-    def all_nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(block.nbytes for block in self.blocks.values())
 
     @property
     def own_nbytes(self) -> int:
@@ -298,6 +294,7 @@ class Windows:
             address, best = self.new_block(self._end, nbytes)
             self._end += nbytes
             self.blocks[address] = best
+            self.all_nbytes += best.nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.all_nbytes)
         elif now_s > self._swept_s + _IDLE_S:
             self._sweep(now_s)
@@ -318,6 +315,7 @@ class Windows:
             idle = now_s > block.used_s + _IDLE_S or block.nbytes < below_nbytes
             if idle and self._is_free(block):
                 del self.blocks[address]
+                self.all_nbytes -= block.nbytes
                 block.discard()
 
 

@@ -110,6 +110,11 @@ class Allocations(TorchDispatchMode):
         self.peak_nbytes = 0
         self.together: dict[str, int] = {}  # by phase: the most of device and host memory
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch's guard would be called for every operation."""
+        return False
+
     def __enter__(self) -> Any:
         """Follow from now on."""
         resize_listeners.append(self._resize)

@@ -489,11 +489,14 @@ def _traffic(engine: Engine, log: CallLog) -> Iterator[Traffic]:
     mesh, rank = engine.mesh, engine.global_rank
     recorded = {id(c.recorder): c for c in engine._watch.comms if isinstance(c, RecordedComm)}
     for comm in recorded.values():
+        if len(comm.ranks) == 1:
+            continue
+        group = group_name(mesh, rank, comm.ranks)
         for entry in comm.recorder.traffic():
-            if entry.calls and len(comm.ranks) > 1:
+            if entry.calls:
                 yield Traffic(
-                    group_name(mesh, rank, comm.ranks), entry.op.partition(" ")[0], entry.name,
-                    entry.calls, entry.payload_numel, entry.sent_numel,
+                    group, entry.op.partition(" ")[0], entry.name, entry.calls,
+                    entry.payload_numel, entry.sent_numel,
                 )  # fmt: skip
     for (op, ranks), calls in log.layers.items():
         yield Traffic(

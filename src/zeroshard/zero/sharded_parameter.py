@@ -131,8 +131,10 @@ def nan_placeholder(like: Tensor, device: torch.device | None = None) -> Tensor:
         nothing: float = float("nan")
     else:
         nothing = 0 if dtype == torch.bool else torch.iinfo(dtype).min
-    shape = local_of(like).shape
-    return torch.full((), nothing, dtype=dtype, device=device or like.device).expand(shape)
+    shape, device = local_of(like).shape, device or like.device
+    if isinstance(like, FakeTensor):  # a fake mode remembers no operation with a NaN
+        return torch.empty((), dtype=dtype, device=device).expand(shape)
+    return torch.full((), nothing, dtype=dtype, device=device).expand(shape)
 
 
 _FAKE: type[Tensor] = FakeTensor  # the class of fake parameters; mypy knows no class of both

@@ -25,7 +25,7 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.errors import UsageError
 from zeroshard.offload.async_update import AsyncUpdateWorker, Wait
 from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer
-from zeroshard.optim.fused_update import FusedUpdate, UpdateKernel
+from zeroshard.optim.fused_update import PIECE_NUMEL, FusedUpdate, UpdateKernel
 from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard
 
 if TYPE_CHECKING:
@@ -240,6 +240,41 @@ class FusedStep:
         return self._fused
 
 
+class SimulatedStep:
+    """Of fake tensors: allocates the most that a fused pass does. The own step makes the state before.
+
+    A pass without a compiled kernel needs the gradient of a piece in the master's dtype.
+    """
+
+    def __init__(
+        self,
+        shard: OptimizerShard,
+        chunk: OptimizerChunk,
+        kernel: UpdateKernel,
+        own: OwnStep,
+        optimizer: OptimizerObject,
+        ledger: Ledger,
+    ) -> None:
+        self._chunk = chunk
+        self._kernel = kernel
+        self._own = own
+        self._inner = optimizer.inner
+        self._ledger = ledger
+        casts = shard.unit.row.reduce != chunk.master_C.dtype
+        self._piece_numel = min(PIECE_NUMEL, chunk.numel) if casts else 0
+
+    def step(self, inputs: StepInputs) -> None:
+        """See :class:`Updater`."""
+        state = self._inner.state
+        master_C = self._chunk.master_C
+        has_state = all(self._kernel.is_in(state.get(f.value, {})) for f in self._chunk.fragments)
+        if not has_state or inputs.found_inf is not None:
+            self._own.step(inputs)
+        elif self._piece_numel:
+            with self._ledger.lend("update", self._piece_numel * master_C.itemsize):
+                master_C.new_empty(self._piece_numel)
+
+
 class HostUpdater:
     """In host memory, on this thread.
 
@@ -356,11 +391,13 @@ def choose_updater(
     A fused pass runs on the CPU only. ``worker`` is needed for chunks with a host chunk.
     """
     own = OwnStep(shard, chunk, optimizer, ledger)
-    on_cpu = chunk.master_C.device.type == "cpu" and not isinstance(chunk.master_C, FakeTensor)
+    on_cpu, is_fake = chunk.master_C.device.type == "cpu", isinstance(chunk.master_C, FakeTensor)
     fused = None
-    if kernel is not None and on_cpu:
+    if kernel is not None and on_cpu and not is_fake:
         fused = FusedStep(shard, chunk, kernel, own, optimizer, ledger)
     updater: Updater = fused or own
+    if kernel is not None and kernel.device_form is not None and is_fake:
+        updater = SimulatedStep(shard, chunk, kernel, own, optimizer, ledger)
     if chunk.host_chunk is not None:
         assert worker is not None
         stays = chunk.page is None and not shard.unit.store.tier.only_in_use
