@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroshard.core.ledger import Ledger
+from zeroshard.core.mesh import Mesh
 from zeroshard.core.tiers import Tier
 from zeroshard.memory.storage import resize
+from zeroshard.optim.fused_update import PIECE_NUMEL
 from zeroshard.planner.allocations import Allocations
 from zeroshard.planner.places import Places
+from zeroshard.planner.simulate import simulate
+
+WIDTH = 1024
 
 
 def test_a_gather_that_is_freed_at_once_is_in_the_peak():
@@ -29,3 +36,35 @@ def test_a_gather_that_is_freed_at_once_is_in_the_peak():
     assert (top.device_nbytes, top.op, top.activations_nbytes) == (400, "gather of a unit", 0)
     assert top.held["gathered", "device"] == 400
     assert [row.nbytes for row in watch.largest(top, 2)] == [400, 200]
+
+
+def scratch_of_update(optimizer: str, dtype: str) -> int:
+    """The bytes of the category "scratch" at the peak of an update after the first one."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2},
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    found = simulate(
+        lambda: nn.Linear(WIDTH, WIDTH),
+        config,
+        (torch.zeros(1, WIDTH), torch.zeros(1, WIDTH)),
+        mesh=Mesh(data_shard=2),
+        rank=0,
+        loss_fn=lambda output, labels: (output - labels).pow(2).sum(),
+    )
+    return found.moments["step"].held.get(("scratch", "device"), 0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "pieces"),
+    [("AdamW", "bf16", 1), ("Lion", "bf16", 1), ("AdamW", "fp32", 0)],
+)
+def test_an_update_by_a_kernel_needs_a_piece_at_most(optimizer, dtype, pieces):
+    assert scratch_of_update(optimizer, dtype) == 4 * pieces * PIECE_NUMEL
+
+
+def test_an_update_by_the_optimizer_itself_needs_the_gradient_in_fp32():
+    assert scratch_of_update("Adagrad", "bf16") == 4 * WIDTH * (WIDTH + 1) / 2

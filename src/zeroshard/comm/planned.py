@@ -233,15 +233,27 @@ class PlannedShm(PlannedComm):
 
 
 class PlannedWindows(Windows):
-    """Blocks without memory. ``done``: numbers of collectives that all ranks have read."""
+    """Blocks without memory. ``done``: numbers of collectives that all ranks have read.
+
+    What is lent is counted when it is lent and given back: it is asked for after every operation.
+    """
 
     def __init__(self) -> None:
         super().__init__(CONTROL_NBYTES)
         self.done: set[int] = set()
+        self._lent_nbytes = 0
+
+    @property
+    def lent_nbytes(self) -> int:
+        """See :class:`Windows`."""
+        return self._lent_nbytes
 
     def new_block(self, offset: int, nbytes: int) -> tuple[int, PlannedBlock]:
         """See :class:`Windows`."""
-        return offset, PlannedBlock(nbytes, self.done)
+        return offset, PlannedBlock(nbytes, self.done, self._count_lent)
+
+    def _count_lent(self, nbytes: int) -> None:
+        self._lent_nbytes += nbytes
 
     def block_of(self, tensor: Tensor) -> PlannedBlock | None:
         """The block that stands for the memory of ``tensor``, if any."""
@@ -250,11 +262,12 @@ class PlannedWindows(Windows):
 
 
 class PlannedBlock:
-    """See :class:`~zeroshard.comm.shared_memory.Block`."""
+    """See :class:`~zeroshard.comm.shared_memory.Block`. ``count_lent``: gets what is lent, and returned."""
 
-    def __init__(self, nbytes: int, done: set[int]) -> None:
+    def __init__(self, nbytes: int, done: set[int], count_lent: Callable[[int], None]) -> None:
         self.nbytes = nbytes
         self.bytes = SimpleNamespace(nbytes=nbytes)
+        self._count_lent = count_lent
         self.reads: list[int] = []
         self.used_s = 0.0
         self.is_lent = False
@@ -272,6 +285,7 @@ class PlannedBlock:
         """``[numel]``; the block is lent as long as its storage lives."""
         self.bytes = SimpleNamespace(nbytes=numel * dtype.itemsize)
         self.is_lent = True  # before the tensor is counted
+        self._count_lent(self.bytes.nbytes)
         tensor = torch.empty(numel, dtype=dtype)
         storage = tensor.untyped_storage()
         self.lent_to = storage._cdata
@@ -280,6 +294,7 @@ class PlannedBlock:
 
     def _return(self) -> None:
         self.is_lent = False
+        self._count_lent(-self.bytes.nbytes)
 
     def discard(self) -> None:
         """Nothing is to be freed."""

@@ -182,7 +182,7 @@ class ParamScatterer:
 
     def add(self, slot: Slot, values: Tensor) -> None:
         """Add the next parameter, of shape ``slot.shape``."""
-        flat = values.detach().reshape(-1)
+        flat = values if self._is_fake else values.detach().reshape(-1)
         at = slot.start
         while at < slot.stop:
             self._send_until(at)
