@@ -11,7 +11,7 @@ import pytest
 from browser import CHROMIUM, DRIVER, opened, served
 
 from zeroshard.config.machine_file import load_machine
-from zeroshard.planner.plan import make_plan
+from zeroshard.planner.make_plan import make_plan
 from zeroshard.report.page import make_page
 from zeroshard.report.plan_page import plan_page
 

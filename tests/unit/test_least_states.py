@@ -10,7 +10,8 @@ from torch import nn
 from zeroshard.planner.candidates import Candidate, Strategy, StrategyKind
 from zeroshard.planner.fit_time import _Search
 from zeroshard.planner.least_states import least_states_nbytes, offloadable_nbytes
-from zeroshard.planner.plan import Plan, make_plan
+from zeroshard.planner.make_plan import make_plan
+from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulate import Simulation
 
 RANKS = 8

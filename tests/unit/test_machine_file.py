@@ -14,7 +14,7 @@ from zeroshard.config.machine_file import (
     rate_at,
 )
 from zeroshard.errors import ConfigError, UsageError
-from zeroshard.planner import plan
+from zeroshard.planner import make_plan
 from zeroshard.planner.measure import as_toml
 
 HEAD = 'name = "a"\nexecution = "serial"\n'
@@ -129,10 +129,10 @@ def test_a_link_that_is_missing_is_told_before_a_simulation(ranks, lines, missin
 
 
 def test_a_plan_looks_for_links_before_it_simulates(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "simulate", None)
+    monkeypatch.setattr(make_plan, "simulate", None)
     config = {"train_micro_batch_size_per_gpu": 1}
     with pytest.raises(UsageError, match="16 ranks on nodes of 8 devices"):
-        plan.make_plan("gpt2", config, ranks=16, machine=load_machine("rtx4090"))
+        make_plan.make_plan("gpt2", config, ranks=16, machine=load_machine("rtx4090"))
 
 
 def test_an_unknown_machine_is_refused_with_the_known_ones():

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
 from zeroshard.planner.changes import changes_that_fit, with_changes
-from zeroshard.planner.plan import Plan, make_plan
+from zeroshard.planner.make_plan import make_plan
+from zeroshard.planner.plan import Plan
 
 RANKS, LENGTH = 4, 32
 

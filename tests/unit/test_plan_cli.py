@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from importlib import resources
 
 import pytest
@@ -150,6 +152,26 @@ def run(tmp_path, monkeypatch):
         return CliRunner().invoke(main, words)
 
     return call
+
+
+AT_EXIT = """
+import atexit, pathlib, sys
+from nets_to_plan import plain
+atexit.register(pathlib.Path("exited").touch)
+"""
+
+
+def test_a_program_that_planned_tells_all_and_ends_with_its_code(run, tmp_path):
+    assert run("nets_to_plan:plain").exit_code == 0  # writes the configuration
+    (tmp_path / "at_exit.py").write_text(AT_EXIT)
+    command = [
+        sys.executable, "-m", "zeroshard.cli.main", "plan", "at_exit:plain", "--config", "ds.json",
+        "--ranks", "4", "--memory", "0.00001", "--check", "--json",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 3, done.stderr
+    assert json.loads(done.stdout)["fits"] is False
+    assert (tmp_path / "exited").exists()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from zeroshard.planner.fit_time import (
     with_less_offload,
     without_engine,
 )
-from zeroshard.planner.plan import make_plan
+from zeroshard.planner.make_plan import make_plan
 from zeroshard.planner.step_log import Begun, Ended, Operation
 from zeroshard.planner.work import Work
 

@@ -129,7 +129,7 @@ def plan_command(
     from zeroshard.planner.axes import read_axes
     from zeroshard.planner.changes import with_changes
     from zeroshard.planner.fit import fit as fit_run
-    from zeroshard.planner.plan import make_plan, plan_of_largest_batch
+    from zeroshard.planner.make_plan import make_plan, plan_of_largest_batch
     from zeroshard.planner.plan_text import plan_console, show, show_fit
 
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for module:function

@@ -262,7 +262,10 @@ class PlannedWindows(Windows):
 
 
 class PlannedBlock:
-    """See :class:`~zeroshard.comm.shared_memory.Block`. ``count_lent``: gets what is lent, and returned."""
+    """See :class:`~zeroshard.comm.shared_memory.Block`.
+
+    ``count_lent(nbytes)``: called when memory is lent, and with a negative number when it is given back.
+    """
 
     def __init__(self, nbytes: int, done: set[int], count_lent: Callable[[int], None]) -> None:
         self.nbytes = nbytes

@@ -14,8 +14,9 @@ from zeroshard.errors import ConfigError, UnsupportedError
 from zeroshard.planner.candidates import Strategy
 from zeroshard.planner.fit import calm_collector
 from zeroshard.planner.least_states import least_states_nbytes
+from zeroshard.planner.make_plan import config_dict, make_plan
 from zeroshard.planner.own_batch import MICRO_BATCH
-from zeroshard.planner.plan import Change, Plan, config_dict, make_plan
+from zeroshard.planner.plan import Change, Plan
 
 if TYPE_CHECKING:
     from zeroshard.config.machine_file import MachineFile
@@ -38,8 +39,8 @@ def with_changes(
 ) -> Plan:
     """A plan that does not fit, with up to three changes that make it fit; others stay as they are.
 
-    Arguments as for :func:`~zeroshard.planner.plan.make_plan`, which made the plan. Each stage, offload
-    and checkpointing that may help costs a simulation, and a smaller micro-batch a few.
+    Arguments as for :func:`~zeroshard.planner.make_plan.make_plan`, which made the plan. Each stage,
+    offload and checkpointing that may help costs a simulation, and a smaller micro-batch a few.
     """
     if plan.fits is not False:
         return plan

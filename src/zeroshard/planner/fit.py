@@ -43,23 +43,18 @@ from zeroshard.planner.candidates import (
     possible,
     refused_by_schedule,
 )
+from zeroshard.planner.explained import explained
 from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.fit_time import search_by_time
 from zeroshard.planner.gpu_kernels import Target
+from zeroshard.planner.make_plan import config_dict, make_plan, mesh_of, with_node_size
 from zeroshard.planner.model_source import (
     can_checkpoint,
     even_split,
     model_source,
     refuse_own_batch,
 )
-from zeroshard.planner.plan import (
-    Plan,
-    config_dict,
-    explained,
-    make_plan,
-    mesh_of,
-    with_node_size,
-)
+from zeroshard.planner.plan import Plan
 
 
 def fit(
@@ -77,9 +72,9 @@ def fit(
 ) -> Fit:
     """The configuration for a model that fits ``memory_gib``, with the batch of a step as it is.
 
-    Arguments and errors as for :func:`~zeroshard.planner.plan.make_plan`. ``aim``: see :func:`search`;
-    with a machine, "speed" is the smallest predicted time of a step. ``axes``: of the mesh that may
-    change, as :func:`~zeroshard.planner.axes.read_axes` gives them; None: the mesh stays.
+    Arguments and errors as for :func:`~zeroshard.planner.make_plan.make_plan`. ``aim``: see
+    :func:`search`; with a machine, "speed" is the smallest predicted time of a step. ``axes``: of the
+    mesh that may change, as :func:`~zeroshard.planner.axes.read_axes` gives them; None: the mesh stays.
 
     Raises:
         UsageError: there is no limit, the model has a batch of its own, or no size of an axis is

@@ -31,6 +31,7 @@ from zeroshard.engine.engine import Engine
 from zeroshard.engine.out_of_memory import run_of
 from zeroshard.engine.remedies import Run
 from zeroshard.engine.report import OUTSIDE, MemoryRow
+from zeroshard.engine.sinks import SINKS
 from zeroshard.errors import UsageError
 from zeroshard.offload.stores import host_memory_apart
 from zeroshard.parallel.pipeline_stage import Boundary
@@ -55,6 +56,16 @@ _KINDS: Mapping[str, frozenset[str]] = {
     "holders": HOLDERS,
 }
 """Groups of ranks, and the dimensions in which their ranks differ. The first that fits names a group."""
+
+
+_NOT_SIMULATED = frozenset(
+    {
+        *("comms_logger", "dump_state", "flops_profiler", "memory_breakdown", "preemption"),
+        *("steps_per_print", "wall_clock_breakdown", *SINKS),
+    }
+)
+"""Keys that a simulation leaves out: it handles no signals of its process, makes no directory of
+checkpoints, prints nothing, and opens no monitor, whose package may be missing where a run is planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +184,9 @@ def simulate(
         ConfigError: the configuration has mistakes.
     """
     inputs, labels = _pair(batch)
-    # A simulation handles no signals of its process and makes no directory of checkpoints.
-    config = {key: value for key, value in read_source(config)[0].items() if key != "preemption"}
+    config = {
+        key: value for key, value in read_source(config)[0].items() if key not in _NOT_SIMULATED
+    }
     log = StepLog()
     watch = Allocations(log.note)
     apart = host_memory_apart(target != "cpu")

@@ -1,0 +1,73 @@
+"""What a plan assumes, and what it does not contain, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zeroshard.core.mesh import Mesh
+from zeroshard.planner.gpu_kernels import Target
+from zeroshard.planner.in_words import size_text
+
+NOT_MODELLED = (
+    "memory of the allocator (reserved and fragmented blocks), of the device's context and of the "
+    "program itself",
+    "the first step, which creates optimizer state",
+    "of a checkpoint: client_state, the position in the data and the text of the manifest; on a GPU up "
+    "to 32 MiB of pinned host memory that values pass through",
+    "scratch memory inside kernels",
+    "on a GPU without Triton, the gradient in the master's dtype that an update needs",
+    "before the engine exists, everything counts as device memory, also state that goes to host or disk",
+    "other ranks are as far as this one; a rank that waits for others may need some more windows",
+)
+"""What a plan does not contain."""
+
+NOT_MODELLED_OF_STAGES = (
+    "with shared memory, the blocks that hold messages between pipeline stages until they are read",
+)
+"""What a plan of a pipeline does not contain besides."""
+
+NOT_MODELLED_OF: Mapping[Target, str] = {
+    "cpu": "attention takes the form that torch chooses on the CPU, which keeps its scores if it has "
+    "dropout or a learned mask, where fused kernels of a GPU do not: for a GPU use --target cuda",
+    "cuda": "convolutions, recurrent layers and nn.RMSNorm keep what they keep on the CPU; products of a "
+    "GPU may need a workspace; what an update in host memory needs for a moment counts on the device",
+}
+"""What a plan for a kind of device does not contain."""
+
+
+def not_modelled(target: Target, *, passes_blocks: bool) -> tuple[str, ...]:
+    """What a plan does not contain. ``passes_blocks``: stages of a pipeline share memory."""
+    of_stages = NOT_MODELLED_OF_STAGES if passes_blocks else ()
+    return (*NOT_MODELLED, NOT_MODELLED_OF[target], *of_stages)
+
+
+def stands_for_all(mesh: Mesh) -> str:
+    """Which ranks were simulated."""
+    one = "rank 0" if mesh.pipeline == 1 else "one rank of each pipeline stage"
+    return f"{one} stands for all {mesh.world_size} ranks: shards have equal sizes"
+
+
+def of_two_memories(device_nbytes: int, together_nbytes: int) -> list[str]:
+    """What is said of a CPU if not all that it needs is on the device."""
+    if together_nbytes <= device_nbytes:
+        return []
+    return [
+        "the device has memory of its own, with which the limit is compared; CPU ranks have one "
+        f"memory, and need {size_text(together_nbytes)} of it"
+    ]
+
+
+def shares_memory(target: Target, ranks: int, config: Mapping[str, Any]) -> bool:
+    """Whether ranks may communicate through shared memory."""
+    return target == "cpu" and ranks > 1 and config.get("transport", "auto") in ("auto", "shm")
+
+
+def on_one_host(ranks: int, ranks_per_node: int | None, config: Mapping[str, Any]) -> list[str]:
+    """What is said of ranks that share memory, if nobody said that they are on several hosts."""
+    if config.get("transport") != "shm" and ranks_per_node is not None and ranks > ranks_per_node:
+        return []
+    return [
+        "all ranks are on one host and communicate through shared memory; for ranks of several "
+        'hosts, --ranks-per-node or "transport": "p2p"'
+    ]

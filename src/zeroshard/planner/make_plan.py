@@ -1,0 +1,423 @@
+"""Makes the plan of a run from a configuration and a model without weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from zeroshard.comm.simulation import diverged
+from zeroshard.config import Config, LoadedConfig, load_config
+from zeroshard.config.machine_file import MachineFile, Number, check_links
+from zeroshard.config.mesh_keys import mesh_from_config
+from zeroshard.config.parse import read_source
+from zeroshard.core.ledger import TEMPORARY
+from zeroshard.core.mesh import Mesh
+from zeroshard.core.mesh_sources import resolve_mesh
+from zeroshard.errors import UsageError
+from zeroshard.planner.assumptions import (
+    not_modelled,
+    of_two_memories,
+    on_one_host,
+    shares_memory,
+    stands_for_all,
+)
+from zeroshard.planner.explained import FACTORY_HINT, explained
+from zeroshard.planner.gpu_kernels import Target
+from zeroshard.planner.largest_batch import largest_batch
+from zeroshard.planner.model_source import ModelSource, model_source, refuse_own_batch
+from zeroshard.planner.own_batch import (
+    MICRO_BATCH,
+    check_rows,
+    names_a_batch,
+    refuse_options,
+    shared_size,
+)
+from zeroshard.planner.plan import Plan, StageNeeds
+from zeroshard.planner.simulate import Simulation, simulate
+from zeroshard.planner.step_time import StepTime, stage_times, step_time
+
+
+def make_plan(
+    model: str,
+    config: Mapping[str, Any] | str | Path,
+    *,
+    ranks: int,
+    micro_batch: int | None = None,
+    length: int | None = None,
+    memory_gib: float | None = None,
+    checkpointing: bool = False,
+    machine: MachineFile | None = None,
+    target: Target | None = None,
+    with_events: bool = False,
+    few: bool = False,
+    ranks_per_node: int | None = None,
+) -> Plan:
+    """Simulate one rank of a run and say what it needs. Must be called outside of any process group.
+
+    ``model``: see :func:`~zeroshard.planner.model_source.model_source`. ``micro_batch`` replaces
+    ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample; a model with a batch of its own
+    takes neither, and its rows are the micro-batch if nothing says how large that is. ``memory_gib``: of
+    one device; ``checkpointing``: call the model's ``gradient_checkpointing_enable()``. ``machine``:
+    predict the time of a step on it, and compare the peak with its memory if ``memory_gib`` is not given.
+    ``target``: see :func:`target_of`. ``with_events``: keep what the step does, for a trace. ``few``:
+    simulate two micro-batches of a step at most, and of a pipeline with the schedule 1F1B one more than
+    it has stages; later ones hold and take what the last of these does. ``ranks_per_node``: instead of
+    the devices of a node of the machine; groups of CPU ranks communicate through shared memory if all of
+    their ranks are on one node, as in a run.
+    All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all. Of
+    a pipeline one rank of each stage is simulated. A model that is no pipeline is cut into stages with
+    equal numbers of blocks.
+
+    Raises:
+        ConfigError: the configuration has mistakes.
+        UsageError: the model is not known, an argument is impossible, or the machine has no link between
+            nodes and the ranks are on several.
+        UnsupportedError: the model needs values, or an operation has no fake kernel.
+    """
+    limit_nbytes = None if memory_gib is None else limit_of(memory_gib)
+    kind = target_of(machine, target)
+    machine = with_node_size(machine, ranks, ranks_per_node)
+    if machine is not None:
+        check_links(machine, ranks)
+    task = _read(model, config, ranks, micro_batch, length, checkpointing=checkpointing)
+    if few:
+        task = _with_few(task)
+    mesh, source, settings = task.mesh, task.source, task.loaded.config
+    is_timed = machine is not None
+    with explained(source.name):
+        of_stages = [
+            simulate(
+                source.build, task.chosen, source.batch, mesh=mesh, rank=rank, loss_fn=source.loss,
+                plan="auto" if task.engine_cuts else None, with_events=with_events or is_timed,
+                target=kind, with_checkpoint=True, ranks_per_node=ranks_per_node or ranks,
+            )
+            for rank in _first_ranks(mesh)
+        ]  # fmt: skip
+    _check_order(of_stages)
+    is_one_memory = machine is not None and machine.execution == "serial"
+    peaks = [_peak_of(each, together=is_one_memory) for each in of_stages]
+    highest_at = peaks.index(max(peaks))
+    found = of_stages[highest_at]
+    assumed = [*task.assumed, stands_for_all(mesh)]
+    if kind == "cpu" and machine is None:
+        assumed += of_two_memories(_peak_of(found), _peak_of(found, together=True))
+    shares = shares_memory(kind, ranks, task.chosen)
+    if shares:
+        assumed += on_one_host(ranks, ranks_per_node, task.chosen)
+    assumed += task.left_out
+    if memory_gib is None and machine is not None and machine.device.memory_bytes is not None:
+        limit_nbytes, said = device_memory(machine, found.communicators)
+        assumed.append(said)
+    times = [] if machine is None else _times(of_stages, machine, settings, source.batch)
+    is_cut = mesh.pipeline > 1
+    return Plan(
+        source.name,
+        mesh,
+        settings.zero_optimization.stage,
+        _size_of(settings),
+        limit_nbytes,
+        found,
+        tuple(assumed),
+        not_modelled=not_modelled(kind, passes_blocks=is_cut and shares),
+        own_batch=source.own_batch,
+        target=kind,
+        time=times[highest_at] if times else None,
+        stages=tuple(map(_stage_needs, of_stages, peaks)) if is_cut else (),
+        stage_times=tuple(times) if is_cut else (),
+        of_stages=tuple(of_stages),
+        ranks_per_node=ranks_per_node,
+        config=tuple(task.loaded.rows()),
+    )
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A model and a configuration, read for some ranks.
+
+    ``loaded``: what the configuration of the run means; ``chosen``: the one to simulate. ``engine_cuts``:
+    the engine cuts the model over tensor ranks. ``assumed``: what was chosen while they were read;
+    ``left_out``: of the step, when it was shortened.
+    """
+
+    source: ModelSource
+    loaded: LoadedConfig
+    chosen: dict[str, Any]
+    mesh: Mesh
+    engine_cuts: bool
+    assumed: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+
+
+def _read(
+    model: str,
+    config: Mapping[str, Any] | str | Path,
+    ranks: int,
+    micro_batch: int | None,
+    length: int | None,
+    *,
+    checkpointing: bool,
+) -> _Task:
+    """Read model and configuration. Without a batch size it is known only when the model is there.
+
+    Arguments and errors as for :func:`make_plan`.
+    """
+    given = config_dict(config)
+    is_sized = micro_batch is not None or names_a_batch(given)
+
+    def load(samples: int | None) -> LoadedConfig:
+        return load_config(config, world_size=ranks, arguments={MICRO_BATCH: samples})
+
+    samples = micro_batch
+    loaded = load(samples if is_sized else 1)
+    mesh = mesh_of(loaded.config, ranks)
+    engine_cuts = mesh.tensor > 1 and _cuts_by_itself(loaded.config)
+    is_sharded = loaded.config.zero_optimization.stage == 3
+    with explained(model, FACTORY_HINT):
+        source = model_source(
+            model,
+            _size_of(loaded.config),
+            length,
+            sharded=is_sharded and not engine_cuts and mesh.pipeline == 1,
+            checkpointing=checkpointing,
+            stages=mesh.pipeline,
+        )
+    assumed = source.assumed
+    if source.own_batch:
+        refuse_options(model, micro_batch, length)
+        if is_sized:
+            check_rows(model, source.batch, _size_of(loaded.config))
+    if not is_sized:
+        samples = shared_size(source.batch, 0) if source.own_batch else None
+        loaded = load(samples)  # an error without rows
+        assumed += (f"the micro-batch has {samples} samples, the rows of the model's own batch",)
+    chosen = given if samples is None else given | {MICRO_BATCH: samples}
+    return _Task(source, loaded, chosen, mesh, engine_cuts, assumed)
+
+
+def _size_of(settings: Config) -> int:
+    size = settings.train_micro_batch_size_per_gpu
+    assert size is not None  # computed where it is not given
+    return size
+
+
+def _with_few(task: _Task) -> _Task:
+    """The task with as few micro-batches in a step as show what each of them holds and takes."""
+    count = task.loaded.config.gradient_accumulation_steps or 1
+    enough = _enough(task.source, task.mesh)
+    if enough is None or count <= enough:
+        return task
+    chosen = task.chosen | {"gradient_accumulation_steps": enough}
+    chosen.pop("train_batch_size", None)
+    said = (
+        f"{enough} of {count} micro-batches of a step were simulated: traffic is that of {enough}"
+    )
+    return replace(task, chosen=chosen, left_out=(said,))
+
+
+def _check_order(of_ranks: Sequence[Simulation]) -> None:
+    """Check that simulated ranks call the same collectives over the groups that they share.
+
+    Raises:
+        UsageError: they do not.
+    """
+    wrong = diverged({found.rank: found.histories for found in of_ranks})
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]}. The ranks of a run would wait for each other there. Let all ranks make the "
+            "same calls of the engine, in the same order."
+        )
+
+
+def _enough(source: ModelSource, mesh: Mesh) -> int | None:
+    """The micro-batches of a step after which each does and holds what the one before does.
+
+    None: not known. With the schedule 1F1B the first stage of P holds P of them, and then runs a forward
+    and a backward in turns.
+    """
+    if mesh.pipeline == 1:
+        return 2
+    is_simple = source.schedule == "1F1B" and source.cut_into in (0, mesh.pipeline)
+    return mesh.pipeline + 1 if is_simple else None
+
+
+def mesh_of(settings: Config, ranks: int) -> Mesh:
+    """The mesh of a configuration on ``ranks`` ranks."""
+    named = mesh_from_config(settings)
+    return resolve_mesh([] if named is None else [named], ranks).mesh
+
+
+def _first_ranks(mesh: Mesh) -> list[int]:
+    """One rank of each pipeline stage."""
+    stages = [mesh.coordinate(rank)["pipeline"] for rank in range(mesh.world_size)]
+    return [stages.index(stage) for stage in range(mesh.pipeline)]
+
+
+def _peak_of(found: Simulation, *, together: bool = False) -> int:
+    """The most bytes on the device; ``together``: on device and host."""
+    if together:
+        return max(found.together.values())
+    return max(moment.device_nbytes for moment in found.moments.values())
+
+
+def _stage_needs(found: Simulation, peak_nbytes: int) -> StageNeeds:
+    rows = [row for row in found.memory if row.category not in TEMPORARY]
+    states = sum(row.measured for row in rows if row.tier == "device")
+    sent = sum(prod(each.shape) for each in found.messages if each.kind == "send")
+    return StageNeeds(
+        found.rank, found.params_numel, states, peak_nbytes, found.in_flight, sent, found.kept
+    )
+
+
+def _times(
+    of_stages: Sequence[Simulation], machine: MachineFile, settings: Config, batch: Any
+) -> list[StepTime]:
+    """The time of a step, for each pipeline stage."""
+    samples, size = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
+    assert samples is not None  # computed where it is not given
+    assert size is not None
+    ids = batch[0].get("input_ids") if isinstance(batch[0], Mapping) else None
+    tokens = 0 if ids is None else samples * (ids.numel() // len(ids))
+    count = settings.gradient_accumulation_steps
+    if len(of_stages) > 1:
+        return stage_times(of_stages, machine, samples=samples, tokens=tokens, micro_batches=count)
+    return [step_time(of_stages[0], machine, samples=samples, tokens=tokens, micro_batches=count)]
+
+
+def _cuts_by_itself(settings: Config) -> bool:
+    """Whether a run cuts the model over tensor ranks, because a key of DeepSpeed says how many."""
+    section = settings.tensor_parallel
+    return max(section.autotp_size, section.tp.tp_size) > 1
+
+
+def target_of(machine: MachineFile | None, asked: Target | None) -> Target:
+    """The kind of device that is planned for: that of the machine, or the one that was asked for.
+
+    A machine with streams is a GPU, a serial one is a CPU. Without both it is the CPU.
+
+    Raises:
+        UsageError: the machine is of another kind than the one asked for.
+    """
+    if machine is None:
+        return asked or "cpu"
+    own: Target = "cuda" if machine.execution == "streams" else "cpu"
+    if asked not in (None, own):
+        raise UsageError(
+            f"--target is {asked}, and the machine {machine.name!r} is of the kind {own} (its execution "
+            f'is "{machine.execution}"). Leave --target out, or name a machine of that kind.'
+        )
+    return own
+
+
+def with_node_size(
+    machine: MachineFile | None, ranks: int, ranks_per_node: int | None
+) -> MachineFile | None:
+    """A machine with so many devices in a node; None stays as it is.
+
+    Raises:
+        UsageError: the ranks do not fill nodes of this size.
+    """
+    if ranks_per_node is None:
+        return machine
+    if ranks > ranks_per_node and ranks % ranks_per_node:
+        raise UsageError(
+            f"--ranks-per-node {ranks_per_node} does not divide --ranks {ranks}, so one node would have "
+            "fewer ranks than the others. Give numbers that divide."
+        )
+    if machine is None:
+        return None
+    size = Number(value=ranks_per_node, source="assumed")
+    return machine.model_copy(update={"devices_per_node": size})
+
+
+def device_memory(machine: MachineFile, communicators: int) -> tuple[int, str]:
+    """Bytes that tensors can have on a device, which has a size, and a sentence about the rest."""
+    device = machine.device
+    assert device.memory_bytes is not None  # the caller has looked
+    whole = device.memory_bytes.value
+    context, each = device.context_bytes, device.communicator_bytes
+    taken = context.value if context else 0.0
+    parts = [f"{taken / 1e9:.2f} for the device's context ({context.source})"] if context else []
+    if each and communicators:
+        taken += communicators * each.value
+        parts.append(
+            f"{communicators} x {each.value / 1e9:.2f} for communicators of NCCL ({each.source}; those "
+            "that the program itself opens are not known)"
+        )
+    rest = f", of which {' and '.join(parts)} are not for tensors" if parts else ""
+    return round(whole - taken), f"the device has {whole / 1e9:.2f} GB{rest}"
+
+
+def plan_of_largest_batch(
+    model: str,
+    config: Mapping[str, Any] | str | Path,
+    *,
+    ranks: int,
+    length: int | None = None,
+    memory_gib: float | None,
+    machine: MachineFile | None = None,
+    target: Target | None = None,
+    with_events: bool = False,
+    ranks_per_node: int | None = None,
+) -> Plan:
+    """The plan with the largest micro-batch that fits ``memory_gib``; one more sample does not fit.
+
+    Arguments and errors as for :func:`make_plan`. Costs about five simulations.
+
+    Raises:
+        UsageError: there is no limit, one sample does not fit, the model has a batch of its own, or the
+            configuration fixes ``train_batch_size``.
+    """
+    plans: dict[int, Plan] = {}
+
+    def peak_nbytes(samples: int) -> int:
+        if samples in plans:
+            return plans[samples].peak_nbytes
+        plans[samples] = make_plan(
+            model, config, ranks=ranks, micro_batch=samples, length=length, memory_gib=memory_gib,
+            machine=machine, target=target, with_events=with_events, ranks_per_node=ranks_per_node,
+        )  # fmt: skip
+        return plans[samples].peak_nbytes
+
+    if (fixed := config_dict(config).get("train_batch_size")) not in (None, "auto"):
+        raise UsageError(
+            f"--batch max tries micro-batches of several sizes, and train_batch_size is {fixed}, which "
+            "allows only its divisors. Leave it out of the configuration."
+        )
+    if memory_gib is None and (machine is None or machine.device.memory_bytes is None):
+        raise UsageError("--batch max is the largest that fits --memory, which is not given.")
+    with explained(model, FACTORY_HINT):
+        refuse_own_batch("--batch max", model_source(model, 1, 1, sharded=False))
+    peak_nbytes(1)
+    limit_nbytes = plans[1].limit_nbytes
+    assert limit_nbytes is not None
+    samples, one_more_nbytes = largest_batch(peak_nbytes, limit_nbytes)
+    return replace(plans[samples], one_more_nbytes=one_more_nbytes)
+
+
+def limit_of(memory_gib: float) -> int:
+    """Bytes of device memory.
+
+    Raises:
+        UsageError: it is no size of memory.
+    """
+    if not 0 < memory_gib < math.inf:  # also NaN
+        raise UsageError(
+            f"--memory is {memory_gib:g} GiB, which is not a size of memory. Give the memory of one "
+            "device in GiB."
+        )
+    return int(memory_gib * 2**30)
+
+
+def config_dict(config: Any) -> dict[str, Any]:
+    """A configuration or its file as a new dict.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not one JSON object.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    return read_source(Path(config))[0]
