@@ -154,6 +154,29 @@ def run(tmp_path, monkeypatch):
     return call
 
 
+REPORTS = {
+    "steps_per_print": 1,
+    "wall_clock_breakdown": True,
+    "memory_breakdown": True,
+    "dump_state": True,
+    "comms_logger": {"enabled": True, "verbose": True},
+    "flops_profiler": {"enabled": True, "profile_step": 1},
+    "tensorboard": {"enabled": True, "output_path": "events", "job_name": "job"},
+    "csv_monitor": {"enabled": True, "output_path": "csv", "job_name": "job"},
+    "wandb": {"enabled": True, "project": "project"},
+    "preemption": {"enabled": True, "save_dir": "saved"},
+}
+
+
+def test_a_plan_reports_nothing_and_opens_no_monitor(run, tmp_path):
+    plain = run("nets_to_plan:plain", "--json")
+    before = sorted(tmp_path.iterdir())
+    result = run("nets_to_plan:plain", "--json", **REPORTS)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads(plain.stdout)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 AT_EXIT = """
 import atexit, pathlib, sys
 from nets_to_plan import plain

@@ -1,4 +1,4 @@
-"""The table of the ZeRO paper: expected numbers follow from the model; what differs ends the tool."""
+"""The table of the ZeRO paper: its numbers follow from the sizes of the model, and keep to the limits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ import zero_table as tool
 from zeroshard.core.layout import ALIGNMENT
 
 PSI = 7_500_001_280
+
+
+def cells() -> list[list[str]]:
+    """The cells of the rows of the table of the page."""
+    page = tool.PAGE.read_text()
+    begin, end = (f"<!-- {tool.TABLE}: {edge} -->" for edge in ("begin", "end"))
+    lines = page.split(begin)[1].split(end)[0].strip().split("\n")[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
 def test_units_are_the_parameters_of_the_model():
@@ -50,6 +58,22 @@ def test_expected_traffic_is_two_or_three_times_the_parameters():
     assert need.gathered + need.reduced == 3 * PSI - once
     padded = tool.expected(3, 4096)
     assert 0 < padded.reduced - PSI < len(numels) * ALIGNMENT * 4096
+
+
+def test_the_page_says_what_is_expected_and_within_the_limits():
+    rows = cells()
+    assert [(int(row[0]), int(row[1].replace(",", ""))) for row in rows] == list(tool.ROWS)
+    for row, (stage, ranks) in zip(rows, tool.ROWS, strict=True):
+        need = tool.expected(stage, ranks)
+        assert row[2] == f"{need.state / 1e9:.3f}"
+        assert row[3] == tool.PAPER.get((stage, ranks), "")
+        assert row[4:6] == [f"{n / PSI:.4f} Ψ" for n in (need.gathered, need.reduced)]
+        assert row[6] == ", ".join(f"`{name}`" for name in need.once)
+        assert 0 < float(row[7]) <= tool.LIMIT_S
+        assert 0 < float(row[8]) * 1e9 <= tool.LIMIT_NBYTES
+    few, many = rows[-2:]
+    assert float(many[9]) == pytest.approx(float(many[7]) / float(few[7]), abs=0.02)
+    assert float(many[9]) <= tool.LIMIT_RATIO
 
 
 def right(stage: int, ranks: int) -> tuple[tool.Row, dict]:
