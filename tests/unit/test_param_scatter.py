@@ -1,9 +1,10 @@
-"""Parameters are scattered to the shards with the same result in one pass and piece by piece."""
+"""Parameters are scattered to the shards, in one pass or piece by piece; the meta device is checked."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from zeroshard.comm.collectives import SoloComm
 from zeroshard.core.layout import pack
@@ -33,3 +34,25 @@ def test_one_pass_gives_what_pieces_give(monkeypatch, dtype, missing):
         assert torch.equal(shard, expected)
         calls.append(comm.recorder.seq)
     assert calls == [1, layout.full_numel // 64]
+
+
+class OwnRule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        nn.init.zeros_(module.weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "warns"),
+    [(OwnRule, "meta", True), (OwnRule, "cpu", False), (lambda: nn.Linear(4, 4), "meta", False)],
+)
+def test_a_rule_of_the_model_that_is_not_called_is_told(caplog, monkeypatch, model, device, warns):
+    monkeypatch.setattr(materialize.logger, "propagate", True)  # an engine switches it off
+    with torch.device(device):
+        made = model()
+    with caplog.at_level("WARNING", logger="zeroshard"):
+        materialize.check_meta(made)
+    assert ("OwnRule has _init_weights(), which is not called" in caplog.text) is warns

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -239,7 +239,8 @@ def _unknown(
 
 def _holds_keys(field: FieldInfo) -> bool:
     """Whether a value is a section or a mapping such as ``params``."""
-    return section_type(field.annotation) is not None or "dict[" in str(field.annotation)
+    kinds = (field.annotation, *get_args(field.annotation))
+    return section_type(field.annotation) is not None or any(get_origin(k) is dict for k in kinds)
 
 
 def _dropped(path: str, value: object, known: FieldInfo, found: Findings) -> bool:

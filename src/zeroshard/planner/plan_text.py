@@ -207,7 +207,8 @@ def outside_lines(plan: Plan) -> Iterator[str]:
     yield (
         f"init: {why}; all of it counts as device memory here. Built on the meta device "
         '(with torch.device("meta"): ...) the model takes none before the engine exists; modules with '
-        "parameters need reset_parameters() then. To plan that, give module:function."
+        "parameters then need reset_parameters(), which gives them their first values. To plan that, "
+        "give module:function."
     )
 
 

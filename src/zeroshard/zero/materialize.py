@@ -10,6 +10,7 @@ its shard. Letters as in :mod:`zeroshard.zero.unit`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,8 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.errors import UsageError
 
+logger = logging.getLogger("zeroshard")
+
 PIECE_NUMEL = 2**22
 """Elements per broadcast. Bounds the memory that construction needs besides shards and one parameter."""
 
@@ -27,13 +30,17 @@ PIECE_NUMEL = 2**22
 def check_meta(model: nn.Module) -> None:
     """Check that all modules on the meta device can compute their first values.
 
+    Logs a warning if the model has other first values than its modules: ``_init_weights``, as models of
+    Transformers do, is not called.
+
     Raises:
         UsageError: some have no ``reset_parameters``; it names them.
     """
+    empty = {name: module for name, module in model.named_modules() if _on_meta(module)}
     mute = {
         name or "the model itself": type(module).__name__
-        for name, module in model.named_modules()
-        if _on_meta(module) and not hasattr(module, "reset_parameters")
+        for name, module in empty.items()
+        if not hasattr(module, "reset_parameters")
     }
     if mute:
         first, kind = next(iter(mute.items()))
@@ -43,6 +50,15 @@ def check_meta(model: nn.Module) -> None:
             "the initial values are unknown. Add that method (for buffers too), build the model "
             "under zeroshard.zero.Init instead, or load weights before initialize()."
         )
+    rules = (
+        type(module).__name__ for module in model.modules() if hasattr(module, "_init_weights")
+    )
+    if empty and (kind := next(rules, None)) is not None:
+        logger.warning(
+            "%s has _init_weights(), which is not called for modules on the meta device: they start with "
+            "the values of their own reset_parameters(). For the values of the model itself, build it "
+            "under zeroshard.zero.Init, or load weights.", kind,
+        )  # fmt: skip
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
