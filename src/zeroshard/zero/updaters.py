@@ -25,7 +25,8 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.errors import UsageError
 from zeroshard.offload.async_update import AsyncUpdateWorker, Wait
 from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer
-from zeroshard.optim.fused_update import PIECE_NUMEL, FusedUpdate, UpdateKernel
+from zeroshard.offload.stores import has_copy_streams
+from zeroshard.optim.fused_update import FusedUpdate, UpdateKernel
 from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard
 
 if TYPE_CHECKING:
@@ -241,38 +242,22 @@ class FusedStep:
 
 
 class SimulatedStep:
-    """Of fake tensors: allocates the most that a fused pass does. The own step makes the state before.
-
-    A pass without a compiled kernel needs the gradient of a piece in the master's dtype.
-    """
+    """Of fake tensors: a kernel allocates nothing, after the optimizer's own step has made the state."""
 
     def __init__(
-        self,
-        shard: OptimizerShard,
-        chunk: OptimizerChunk,
-        kernel: UpdateKernel,
-        own: OwnStep,
-        optimizer: OptimizerObject,
-        ledger: Ledger,
+        self, chunk: OptimizerChunk, kernel: UpdateKernel, own: OwnStep, optimizer: OptimizerObject
     ) -> None:
         self._chunk = chunk
         self._kernel = kernel
         self._own = own
         self._inner = optimizer.inner
-        self._ledger = ledger
-        casts = shard.unit.row.reduce != chunk.master_C.dtype
-        self._piece_numel = min(PIECE_NUMEL, chunk.numel) if casts else 0
 
     def step(self, inputs: StepInputs) -> None:
         """See :class:`Updater`."""
         state = self._inner.state
-        master_C = self._chunk.master_C
         has_state = all(self._kernel.is_in(state.get(f.value, {})) for f in self._chunk.fragments)
         if not has_state or inputs.found_inf is not None:
             self._own.step(inputs)
-        elif self._piece_numel:
-            with self._ledger.lend("update", self._piece_numel * master_C.itemsize):
-                master_C.new_empty(self._piece_numel)
 
 
 class HostUpdater:
@@ -397,7 +382,10 @@ def choose_updater(
         fused = FusedStep(shard, chunk, kernel, own, optimizer, ledger)
     updater: Updater = fused or own
     if kernel is not None and kernel.device_form is not None and is_fake:
-        updater = SimulatedStep(shard, chunk, kernel, own, optimizer, ledger)
+        # On a CPU the first step is the optimizer's own and may cast the gradient: that is the peak.
+        casts = shard.unit.row.reduce != chunk.master_C.dtype
+        if not casts or has_copy_streams(chunk.master_C.device):
+            updater = SimulatedStep(chunk, kernel, own, optimizer)
     if chunk.host_chunk is not None:
         assert worker is not None
         stays = chunk.page is None and not shard.unit.store.tier.only_in_use
