@@ -7,6 +7,7 @@ There are two ways to compute an update, with the same bits (ADR 0007). :class:`
 the optimizer object. :class:`FusedStep` makes one pass over memory. Both work where the chunk is stored.
 :class:`HostUpdater` and :class:`AsyncHostUpdater` copy the gradient from the device, run one of the two,
 and copy the parameter back. :class:`PagedUpdater` opens the chunk's page and runs any other updater.
+:class:`SimulatedStep` stands for a kernel where tensors are fake.
 """
 
 from __future__ import annotations
@@ -381,7 +382,7 @@ def choose_updater(
     if kernel is not None and on_cpu and not is_fake:
         fused = FusedStep(shard, chunk, kernel, own, optimizer, ledger)
     updater: Updater = fused or own
-    if kernel is not None and kernel.device_form is not None and is_fake:
+    if is_fake and kernel is not None and kernel.device_form is not None and chunk.page is None:
         # On a CPU the first step is the optimizer's own and may cast the gradient: that is the peak.
         casts = shard.unit.row.reduce != chunk.master_C.dtype
         if not casts or has_copy_streams(chunk.master_C.device):
