@@ -53,11 +53,11 @@ def check_meta(model: nn.Module) -> None:
     rules = (
         type(module).__name__ for module in model.modules() if hasattr(module, "_init_weights")
     )
-    if empty and (kind := next(rules, None)) is not None:
+    if empty and (own := next(rules, None)) is not None:
         logger.warning(
             "%s has _init_weights(), which is not called for modules on the meta device: they start with "
             "the values of their own reset_parameters(). For the values of the model itself, build it "
-            "under zeroshard.zero.Init, or load weights.", kind,
+            "under zeroshard.zero.Init, or load weights.", own,
         )  # fmt: skip
 
 
