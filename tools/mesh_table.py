@@ -16,6 +16,7 @@ import multiprocessing
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,7 +253,8 @@ def run(sizes: Sizes, example: Example, jobs: int) -> list[Row]:
     Raises:
         SystemExit: a rank does not keep to the plan, or a message has no partner.
     """
-    rows, messages = [], {}
+    rows: list[Row] = []
+    messages: dict[int, Sequence[Message]] = {}
     ranks = example.mesh.group(0, {"pipeline"})
     with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
         found = [(rank, pool.apply_async(simulated, (sizes, example, rank))) for rank in ranks]
