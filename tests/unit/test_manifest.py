@@ -341,10 +341,10 @@ def test_boxes_are_read_as_the_tensors_that_were_cut(saved_boxes):
 def test_many_hostile_boxes_cost_little(boxes_body):
     box = {"start": [0, 0], "extent": [60, 50], "fragments": []}
     text = signed(changed(boxes_body, BOXES, [box] * 50_000))
-    begin_s = time.monotonic()
+    begin_s = time.process_time()
     with pytest.raises(CheckpointError, match="same start"):
         parse(text, where="m")
-    assert time.monotonic() - begin_s < 8
+    assert time.process_time() - begin_s < 16
 
 
 def test_a_fragment_in_two_places_counts_twice(body):
@@ -428,19 +428,19 @@ SLOW = {
 @pytest.mark.parametrize(("place", "value"), SLOW.values(), ids=SLOW.keys())
 def test_large_values_cost_little_and_are_not_repeated(body, place, value):
     text = signed(changed(body, place, value))
-    begin_s = time.monotonic()
+    begin_s = time.process_time()
     with pytest.raises(CheckpointError) as error:
         parse(text, where="m")
-    assert time.monotonic() - begin_s < 8
+    assert time.process_time() - begin_s < 15  # quadratic costs take minutes
     assert len(str(error.value)) < 1000
 
 
 def test_a_name_twice_among_many_is_found_in_linear_time():
     text = "{" + ",".join(f'"{i}":0' for i in range(300_000)) + ',"299999":1}'
-    begin_s = time.monotonic()
+    begin_s = time.process_time()
     with pytest.raises(CheckpointError, match="'299999' appears 2 times"):
         parse(text, where="m")
-    assert time.monotonic() - begin_s < 5
+    assert time.process_time() - begin_s < 10
 
 
 # ---------------------------------------------------------------------- the file itself
@@ -740,10 +740,10 @@ HEADERS = {
 
 @pytest.mark.parametrize("content", HEADERS.values(), ids=HEADERS.keys())
 def test_a_header_that_does_not_tile_its_file_is_refused(tmp_path, content):
-    begin_s = time.monotonic()
+    begin_s = time.process_time()
     with pytest.raises(CheckpointError, match=r"x\.safetensors") as error:
         entries_of(tmp_path / "x.safetensors", content)
-    assert time.monotonic() - begin_s < 5
+    assert time.process_time() - begin_s < 10
     assert len(str(error.value)) < 1000
 
 
