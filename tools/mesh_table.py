@@ -5,7 +5,7 @@
 
 One rank of every pipeline stage is simulated, each in a process of its own. The bytes are also computed
 here, from the sizes of the model and without the engine; a rank that differs ends the run. So does a
-message between two stages that has no partner, and a rank that takes more than 90 s of CPU time or
+message between two stages that has no partner, and a rank that takes more than 240 s of CPU time or
 1 GiB. Needs Transformers.
 """
 
