@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from zeroshard.comm.simulation import lone_rank, unmatched
 from zeroshard.core.mesh import Mesh
+from zeroshard.deepspeed.layer_specs import LayerSpec, TiedLayerSpec
+from zeroshard.deepspeed.pipeline_module import PipelineModule
 from zeroshard.errors import UsageError
 from zeroshard.parallel import pipeline, tensor_parallel
 from zeroshard.parallel.tensor_plan import neighbours
@@ -153,6 +155,35 @@ def test_every_message_has_its_partner(schedule, ranks, per_rank):
     assert unmatched(found) == []
     found[1] = found[1][:-1]
     assert len(unmatched(found)) == 1
+
+
+def as_head(table: nn.Embedding, x: Tensor) -> Tensor:
+    return x @ table.weight.T
+
+
+def of_layers() -> nn.Module:
+    """The rank builds its own layers only, and the table of words is tied over both stages."""
+    table = ("words", nn.Embedding, WORDS, WIDTH)
+    specs = [
+        TiedLayerSpec(*table), *(LayerSpec(Layer) for _ in range(LAYERS)), lambda x: x * 2,
+        TiedLayerSpec(*table, forward_fn=as_head),
+    ]  # fmt: skip
+    return PipelineModule(specs, num_stages=2, loss_fn=loss_of, partition_method="uniform")
+
+
+def test_a_pipeline_module_is_simulated_although_a_rank_has_its_own_layers_only():
+    mesh = Mesh(pipeline=2, data_shard=2)
+    ranks = mesh.group(0, {"pipeline"})
+    ids = IDS, IDS
+    found = [simulate(of_layers, settings(1), ids, mesh=mesh, rank=rank) for rank in ranks]
+    assert unmatched({rank: each.messages for rank, each in zip(ranks, found, strict=True)}) == []
+    floats = [m for m in found[0].messages if m.dtype.is_floating_point]
+    sent = [m for m in floats if m.kind == "send"]
+    assert {(m.shape, m.dtype) for m in sent} == {((BATCH, LENGTH, WIDTH), torch.bfloat16)}
+    layer = WIDTH + 2 * WIDTH * INNER
+    assert [each.params_numel for each in found] == [
+        WORDS * WIDTH + 3 * layer, WORDS * WIDTH + layer
+    ]  # fmt: skip
 
 
 def test_bubble_and_micro_batches_in_flight():

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from zeroshard import Engine
 from zeroshard.engine import simulated_changes
+from zeroshard.engine.run_description import describe
 from zeroshard.memory.storage import resize
 from zeroshard.planner.allocations import Allocations
 from zeroshard.testing import on_ranks
 from zeroshard.zero import unit
+from zeroshard.zero.input_shapes import shapes_of
 
 DEPTH = 12
 TOO_LARGE = 1 << 50
@@ -75,6 +77,23 @@ def test_a_run_that_cannot_be_described_gets_changes_by_arithmetic():
     expected = "by arithmetic (the model got an object of class list_iterator):"
     assert expected in str(caught.value)
     assert not simulated_changes.asked
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.linear(x) * mask
+
+
+@on_ranks(1)
+def test_inputs_by_place_and_by_name_are_described_by_name():
+    with kit.engine(Masked(), 1) as engine:
+        engine(torch.ones(2, 8), mask=torch.ones(8))
+        expected = {"x": torch.ones(2, 8), "mask": torch.ones(8)}
+        assert describe(engine).batch == (shapes_of(expected), None)
 
 
 @on_ranks(1)

@@ -15,10 +15,11 @@ from support.remedies import Chain
 from torch import Tensor, nn
 
 from zeroshard.core.mesh import Mesh
-from zeroshard.engine.run_description import NotDescribable, RunDescription, pickled
+from zeroshard.engine.run_description import RunDescription
 from zeroshard.engine.simulated_changes import PROCESS, Question
 from zeroshard.errors import UsageError
 from zeroshard.launch.alone import run_alone
+from zeroshard.parallel.pickled_model import NotDescribable, pickled
 from zeroshard.planner.changes import changed_keys
 from zeroshard.planner.failed_run import ACCUMULATION, answer, planned
 from zeroshard.planner.own_batch import MICRO_BATCH
@@ -41,13 +42,17 @@ def described(
 ) -> RunDescription:
     """A run of two ranks at stage 1, seen from rank 0."""
     made = {
-        "model": pickled(model, optimizer),
-        "inputs": (shapes_of(args), {}),
+        "model": pickled(model),
+        "optimizer": None if optimizer is None else pickled(optimizer),
+        "batch": (shapes_of(args), None),
         "config": {**config, "zero_optimization": {"stage": 1}},
         "micro_batch": ROWS,
         "accumulation": 1,
+        "enough": 2,
         "mesh": Mesh(data_shard=2),
+        "plan": None,
         "rank": 0,
+        "ranks_per_node": 2,
         "on_gpu": False,
         "dtype": torch.float32,
         "path": tuple(sys.path),
@@ -125,17 +130,15 @@ class Named(nn.Module):
 
 
 def test_inputs_by_place_and_by_name_are_divided_together():
-    given = {"mask": torch.ones(ROWS, 1), "scale": 2.0}
-    run = described(
-        Named(), optimizer=None, inputs=(shapes_of((torch.ones(ROWS, WIDTH),)), shapes_of(given))
-    )
+    given = {"x": torch.ones(ROWS, WIDTH), "mask": torch.ones(ROWS, 1), "scale": 2.0}
+    run = described(Named(), batch=(shapes_of(given), None))
     line = json.dumps({MICRO_BATCH: ROWS // 4, ACCUMULATION: 4})
     assert peak_of(run, line) < peak_of(run)
 
 
 def test_rows_that_cannot_be_divided_are_refused():
     run = chain()
-    odd = RunDescription(**{**vars(run), "inputs": ((shapes_of(torch.ones(9, WIDTH)),), {})})
+    odd = RunDescription(**{**vars(run), "batch": ((shapes_of(torch.ones(9, WIDTH)),), None)})
     with pytest.raises(UsageError, match="9 rows cannot be divided"):
         planned(odd, {MICRO_BATCH: ROWS // 2, ACCUMULATION: 2}, "{")
 

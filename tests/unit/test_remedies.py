@@ -10,6 +10,7 @@ from zeroshard.core.layout import pack
 from zeroshard.core.nbytes import StateBytes, UnitBytes
 from zeroshard.engine.remedies import TOO_MUCH, Run, changes, enough_nbytes, remedies
 
+RECOMPUTE = "model.gradient_checkpointing_enable()"
 RANKS, UNITS, NUMEL = 4, 8, 128 * 64
 BIG = 10**7
 
@@ -30,7 +31,7 @@ def run(**changed: Any) -> Run:
         accumulation=5,
         activation_nbytes=0,
         has_host=True,
-        can_checkpoint=False,
+        checkpointing="",
         offloads_optimizer=False,
         offloads_params=False,
         block_nbytes=0,
@@ -90,7 +91,7 @@ def test_gradients_that_are_not_there_at_the_peak_free_nothing():
 def test_activations_free_no_more_than_down_to_what_the_end_of_backward_holds():
     checkpoint = "model.gradient_checkpointing_enable()"
     n = UNITS * NUMEL
-    tight = run(stage=1, can_checkpoint=True, accumulation=1, activation_nbytes=8 * n)
+    tight = run(stage=1, checkpointing=RECOMPUTE, accumulation=1, activation_nbytes=8 * n)
     eight, three = replace(tight, block_nbytes=n), replace(tight, block_nbytes=8 * n // 3)
     assert lines(eight)[checkpoint] == 4 * n
     assert abs(lines(replace(three, stage=3))[checkpoint] - 8 * n * (1 - 0.3 - 1 / 3)) < 2
@@ -129,7 +130,7 @@ def test_the_micro_batch_is_the_largest_that_frees_enough():
 
 
 def test_what_may_not_be_enough_is_offered_only_if_nothing_is():
-    tight = run(can_checkpoint=True, activation_nbytes=10**6, micro_batch=1)
+    tight = run(checkpointing=RECOMPUTE, activation_nbytes=10**6, micro_batch=1)
     frees = sorted(each.freed_nbytes for each in changes(tight) if each.freed_nbytes > 0)
     spare = enough_nbytes(tight, 0)
     states = UNITS * NUMEL * 16
@@ -141,7 +142,7 @@ def test_what_may_not_be_enough_is_offered_only_if_nothing_is():
 
 
 def test_the_order_is_slowdown_per_byte_and_small_changes_are_left_out():
-    tight = run(can_checkpoint=True, activation_nbytes=10**6)
+    tight = run(checkpointing=RECOMPUTE, activation_nbytes=10**6)
     first = [each.text for each in remedies(tight, 1)]
     assert len(first) == 3
     assert first[0] == "stage 2 instead of stage 0"

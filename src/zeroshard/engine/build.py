@@ -487,7 +487,7 @@ def _states_only(plan: Sequence[UnitBytes], config: Config, device: torch.device
         accumulation=1,
         activation_nbytes=0,
         has_host=device.type != "cpu",
-        can_checkpoint=False,
+        checkpointing="",
         offloads_optimizer=is_offloaded(zero.offload_optimizer),
         offloads_params=is_offloaded(zero.offload_param),
         block_nbytes=0,

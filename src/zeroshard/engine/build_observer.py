@@ -17,7 +17,7 @@ import torch
 from zeroshard.device.choice import ops_of
 from zeroshard.engine.draft import Draft
 from zeroshard.engine.observe import Observer
-from zeroshard.engine.optimizer_step import is_fake
+from zeroshard.engine.optimizer_step import is_simulated
 from zeroshard.engine.run_log import JsonLines, RunLog, file_name, note_in
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.step_stream import StepStream
@@ -50,7 +50,7 @@ def make_observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Obs
     """The reporter of finished steps. Only the main rank sends events and keeps a record."""
     settings = draft.loaded.config
     run_log = _run_log(draft, runtime, watch)
-    sends = draft.rank_info.is_main_rank and not _is_simulated()
+    sends = draft.rank_info.is_main_rank and not is_simulated()
     make_stream = partial(
         StepStream,
         ops=ops_of(draft.device),
@@ -74,7 +74,7 @@ def make_observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Obs
 
 def _run_log(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> RunLog | None:
     trust = draft.loaded.config.trust
-    if not (trust.report and draft.rank_info.is_main_rank) or _is_simulated():
+    if not (trust.report and draft.rank_info.is_main_rank) or is_simulated():
         return None
 
     def path() -> Path:
@@ -131,8 +131,3 @@ def _peak_tflops(draft: Draft) -> float:
         return 0.0
     name = ops_of(draft.device).product()
     return next((tflops for part, tflops in PEAK_TFLOPS if part in name), 0.0)
-
-
-def _is_simulated() -> bool:
-    """Whether a planner builds this engine: its tensors have no values."""
-    return is_fake(torch.empty(0))

@@ -418,6 +418,11 @@ def is_fake(tensor: Tensor | None) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_simulated() -> bool:
+    """Whether a planner builds this engine: its tensors have no values."""
+    return is_fake(torch.empty(0))
+
+
 def read_flag(flag: Tensor) -> bool | None:
     """The value of a 0-dim flag if the host can know it without waiting, else None. Fakes are False."""
     if is_fake(flag):

@@ -30,6 +30,7 @@ from zeroshard.engine.remedies import (
 from zeroshard.engine.simulated_changes import Answer, ask
 from zeroshard.launch.cgroup import read_peak_rss_nbytes, read_rss_nbytes
 from zeroshard.memory.host_limits import host_limits
+from zeroshard.parallel.split import PipelineModel
 
 _SIZES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
@@ -39,6 +40,8 @@ LESS_ON_HOST = (
     "It is memory of the host that is missing. Less of it is needed if state is offloaded to the device "
     '"nvme", or not offloaded, or if a data loader has fewer processes.'
 )
+RECOMPUTE = "model.gradient_checkpointing_enable()"
+INTERVAL = '{"pipeline": {"activation_checkpoint_interval": 1}}'
 _BEGIN = "ZeroShard: the memory of rank"
 
 
@@ -144,7 +147,8 @@ def _changes(engine: Any, phase: str, asked: int, activations: int, part: float)
     run = run_of(engine, whole)
     room = engine.runtime.ledger.totals()[1] + activations
     answer = ask(engine, room, asked)
-    yield from _advice(answer, remedies(run, missing), missing, enough_nbytes(run, missing))
+    of = "it" if engine.mesh.is_data_only else "this rank"  # others hold other parts of the model
+    yield from _advice(answer, remedies(run, missing), missing, enough_nbytes(run, missing), of)
 
 
 def _missing(engine: Any, phase: str, asked: int, rest: int, whole: int) -> int:
@@ -194,13 +198,22 @@ def run_of(engine: Any, activations: int) -> Run:
         accumulation=engine.accumulation.steps,
         activation_nbytes=activations,
         has_host=engine.device.type != "cpu",
-        can_checkpoint=hasattr(model, "gradient_checkpointing_enable")
-        and getattr(model, "supports_gradient_checkpointing", True)
-        and not _is_checkpointing(model),
+        checkpointing=_checkpointing(model),
         offloads_optimizer=is_offloaded(zero.offload_optimizer),
         offloads_params=is_offloaded(zero.offload_param),
         block_nbytes=activations // longest_list(model),
     )
+
+
+def _checkpointing(model: nn.Module) -> str:
+    """The line with which a model recomputes its activations; "" if it cannot, or does already."""
+    interval = getattr(model, "activation_checkpoint_interval", None)  # of a PipelineModule
+    if interval is not None:
+        return "" if interval else INTERVAL
+    model = model.inner if isinstance(model, PipelineModel) else model
+    able = hasattr(model, "gradient_checkpointing_enable")
+    able = able and getattr(model, "supports_gradient_checkpointing", True)
+    return RECOMPUTE if able and not _is_checkpointing(model) else ""
 
 
 def _is_checkpointing(model: nn.Module) -> bool:
@@ -231,7 +244,7 @@ def _table(engine: Any, activations: int) -> Iterator[str]:
 
 
 def _advice(
-    answer: Answer, by_arithmetic: Sequence[Remedy], missing: int, enough: int
+    answer: Answer, by_arithmetic: Sequence[Remedy], missing: int, enough: int, of: str
 ) -> Iterator[str]:
     found = answer.changes or by_arithmetic
     if not found:
@@ -241,7 +254,9 @@ def _advice(
         )
         return
     if answer.changes:
-        yield "Changes with which it fits, each simulated, in the order of assumed slowdown per byte:"
+        yield (
+            f"Changes with which {of} fits, each simulated, in the order of assumed slowdown per byte:"
+        )
     else:
         yield f"Changes that free memory, by arithmetic ({answer.reason}):"
         if found[0].freed_nbytes < enough:

@@ -46,7 +46,8 @@ class Run:
 
     ``units``: with the bytes of this configuration. ``accumulated``: with those of one that sums several
     micro-batches. ``activation_nbytes``: that a whole forward holds. ``has_host``: the device's
-    memory is not that of the host. ``can_checkpoint``: the model could recompute its activations.
+    memory is not that of the host. ``checkpointing``: the line that lets the model recompute its
+    activations; "" if it cannot, or does.
     ``block_nbytes``: those of one of its blocks; of a model without blocks all.
     """
 
@@ -58,7 +59,7 @@ class Run:
     accumulation: int
     activation_nbytes: int
     has_host: bool
-    can_checkpoint: bool
+    checkpointing: str
     offloads_optimizer: bool
     offloads_params: bool
     block_nbytes: int
@@ -106,12 +107,12 @@ def changes(run: Run) -> Iterator[Remedy]:
     if run.stage < 3:
         freed = _freed(run, replace(run, stage=3))
         yield _change(run, "stage 3", "stage 3", {"stage": 3}, freed)
-    if run.can_checkpoint:
+    if run.checkpointing:
         kept = int(run.activation_nbytes * _KEPT) + run.block_nbytes
         kept = max(kept, int(run.activation_nbytes * (1 - CHECKPOINTED)))
         yield Remedy(
             "activation checkpointing",
-            "model.gradient_checkpointing_enable()",
+            run.checkpointing,
             _freed(run, replace(run, activation_nbytes=kept)),
             SLOWDOWNS["checkpointing"],
         )

@@ -6,56 +6,46 @@ of its own, since this one takes part in a process group and may have no memory 
 
 from __future__ import annotations
 
-import functools
-import io
-import pickle
+import inspect
 import sys
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.config.resolve import WATCHERS
 from zeroshard.core.mesh import Mesh
+from zeroshard.parallel.pickled_model import NotDescribable, pickled
+from zeroshard.parallel.schedules import settled_after
+from zeroshard.parallel.split import PipelineModel
+from zeroshard.parallel.whole_copy import Plan, plan_of
 from zeroshard.zero.input_shapes import Unknown
-from zeroshard.zero.sharded_parameter import owner_of
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-
-
-class NotDescribable(Exception):
-    """The run cannot be described. The text says why."""
 
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a simulation of a data-parallel run needs.
+    """What a simulation of a run needs.
 
-    ``model``: pickled: the module with :func:`empty` tensors, and the class and the defaults of the
-    optimizer; None if the configuration names it. ``inputs``: args and kwargs of the last forward, as
-    :func:`~zeroshard.zero.input_shapes.shapes_of` gives them. ``path``: where modules are found.
+    ``model``: the whole module, or a function that makes it; ``optimizer``: its class and its defaults;
+    None if the configuration names it. Both are :func:`pickled`. ``batch``: inputs and labels of a
+    micro-batch, as :func:`~zeroshard.zero.input_shapes.shapes_of` gives them. ``enough``: micro-batches
+    of a step after which each holds what the one before held; None: not known. ``plan``: cuts the model
+    over tensor ranks. ``path``: where modules are found.
     """
 
     model: bytes
-    inputs: tuple[tuple[Any, ...], Mapping[str, Any]]
+    optimizer: bytes | None
+    batch: tuple[Any, Any]
     config: Mapping[str, Any]
     micro_batch: int
     accumulation: int
+    enough: int | None
     mesh: Mesh
+    plan: Plan | None
     rank: int
+    ranks_per_node: int
     on_gpu: bool
     dtype: torch.dtype
     path: tuple[str, ...]
@@ -65,96 +55,49 @@ def describe(engine: Any) -> RunDescription:
     """The run of an engine.
 
     Raises:
-        NotDescribable: it has a pipeline, tensor ranks or no optimizer; its batch holds unknown objects;
-            or a part of the model cannot be pickled.
+        NotDescribable: it has no optimizer; this rank does not know the batch, or the batch holds unknown
+            objects; or a part of the model cannot be pickled.
     """
-    if not engine.mesh.is_data_only:
-        raise NotDescribable(f"the mesh is {engine.mesh.text}")
-    inputs = engine._hooks.input_shapes
-    if inputs is None:
-        raise NotDescribable("no forward with gradients has begun")
-    unknown = [leaf for leaf in tree_leaves(list(inputs)) if isinstance(leaf, Unknown)]
+    module, mesh = engine.module, engine.mesh
+    is_pipeline = isinstance(module, PipelineModel)
+    batch = module.batch_shapes if is_pipeline else _last_batch(engine)
+    if batch is None:
+        raise NotDescribable("this rank of the pipeline got no data")
+    unknown = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Unknown)]
     if unknown:
         raise NotDescribable(f"the model got an object of class {unknown[0].kind}")
     config = {key: value for key, value in engine.loaded.raw.items() if key not in WATCHERS}
-    if engine.device.type == "cpu" and engine.world_size > 1:
-        config["transport"] = engine.transport
+    transport = engine.transport.partition(":")[0]
+    if mesh.is_data_only and transport in ("shm", "p2p", "stock"):
+        config["transport"] = transport  # if the configuration leaves the choice to the engine
     if engine.optimizer is None:
         raise NotDescribable("it has no optimizer")
     named = engine.settings.optimizer is not None
-    optimizer = None if named else (type(engine.optimizer), engine.optimizer.defaults)
+    optimizer = (type(engine.optimizer), engine.optimizer.defaults)
     return RunDescription(
-        pickled(engine.module, optimizer),
-        inputs,
+        module.as_built() if is_pipeline else pickled(module),
+        None if named else pickled(optimizer),
+        batch,
         config,
         engine.train_micro_batch_size_per_gpu(),
         engine.accumulation.steps,
-        engine.mesh,
+        settled_after(module.schedule, len(module.stages), mesh.pipeline) if is_pipeline else 2,
+        mesh,
+        plan_of(module) if mesh.tensor > 1 else None,
         engine.global_rank,
+        engine.local_world_size,
         engine.device.type != "cpu",
         torch.get_default_dtype(),
         tuple(sys.path),
     )
 
 
-def empty(
-    sizes: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool
-) -> Any:
-    """A tensor without values, in a copy of a model."""
-    made = torch.empty(sizes, dtype=dtype)
-    if is_parameter:
-        return nn.Parameter(made, requires_grad=requires_grad)
-    return made.requires_grad_(requires_grad)
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """Stands for a hook of the engine in a copy of its model."""
-
-
-def _hook_of_nothing() -> Any:
-    return _nothing
-
-
-def pickled(model: nn.Module, optimizer: tuple[type, Mapping[str, Any]] | None) -> bytes:
-    """The field ``model`` of a description.
-
-    Raises:
-        NotDescribable: a part of the model cannot be pickled.
-    """
-    # Classes of a script, which no other process can import, are pickled with their code.
-    from cloudpickle import CloudPickler
-
-    ours = {id(hook) for hook in _hooks_of(model) if _is_ours(hook)}
-
-    class Pickler(CloudPickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            if id(obj) in ours:
-                return _hook_of_nothing, ()
-            if isinstance(obj, Tensor):
-                kept = isinstance(obj, nn.Parameter) or owner_of(obj) is not None
-                return empty, (tuple(obj.shape), obj.dtype, obj.requires_grad, kept)
-            return super().reducer_override(obj)
-
-    out = io.BytesIO()
-    try:
-        Pickler(out, protocol=pickle.HIGHEST_PROTOCOL).dump((model, optimizer))
-    except Exception as error:  # whatever objects of the program raise
-        first = str(error).partition("\n")[0]
-        raise NotDescribable(
-            f"the model cannot be pickled ({type(error).__name__}: {first})"
-        ) from error
-    return out.getvalue()
-
-
-def _hooks_of(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        for name in _HOOKS:
-            yield from getattr(module, name, {}).values()
-
-
-def _is_ours(hook: Any) -> bool:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    if isinstance(hook, types.MethodType):
-        hook = type(hook.__self__)
-    return str(getattr(hook, "__module__", "")).startswith("zeroshard.")
+def _last_batch(engine: Any) -> tuple[Any, None]:
+    """The inputs of the last forward: a tuple, or a mapping by name."""
+    if engine._hooks.input_shapes is None:
+        raise NotDescribable("no forward with gradients has begun")
+    args, kwargs = engine._hooks.input_shapes
+    if not kwargs:
+        return args, None
+    names = inspect.signature(engine.module.forward).parameters
+    return {**dict(zip(names, args, strict=False)), **kwargs}, None

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroshard.engine.remedies import Remedy
-from zeroshard.engine.run_description import NotDescribable, RunDescription, describe
+from zeroshard.engine.run_description import RunDescription, describe
 from zeroshard.launch.alone import run_alone
+from zeroshard.parallel.pickled_model import NotDescribable
 
 logger = logging.getLogger("zeroshard")
 

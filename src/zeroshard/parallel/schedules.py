@@ -38,6 +38,20 @@ def stages_of(rank: int, ranks: int, per_rank: int) -> range:
     return range(rank, ranks * per_rank, ranks)
 
 
+def settled_after(schedule: str, stages: int, ranks: int) -> int | None:
+    """The micro-batches of a step after which each does and holds what the one before does.
+
+    None: not known. With 1F1B the first stage of P holds P of them, and then runs a forward and a
+    backward in turns.
+
+    >>> settled_after("1F1B", stages=4, ranks=4)
+    5
+    """
+    if ranks == 1:
+        return 2
+    return ranks + 1 if schedule == "1F1B" and stages == ranks else None
+
+
 def _gpipe(rank: int, _ranks: int, _per_rank: int, micro_batches: int) -> Actions:
     return [Action(kind, rank, m) for kind in (FORWARD, BACKWARD) for m in range(micro_batches)]
 

@@ -79,6 +79,10 @@ TENSOR_DIMS = ("tensor", "tp", "model")
 """Names of the tensor dimension in meshes of ZeroShard, torchtitan and DeepSpeed."""
 
 
+CALLER = "the caller"
+"""The source of a plan that is given by names."""
+
+
 @dataclass(frozen=True)
 class CutWeight:
     """One parameter that is cut: its first name, its shape in the model, and the axis.
@@ -111,6 +115,11 @@ class TensorPlan:
     heads: tuple[HeadCount, ...]
     sequence: bool
     source: str
+
+    @property
+    def asked(self) -> Mapping[str, str] | str:
+        """What gives this plan again for the same model."""
+        return self.styles if self.source == CALLER else "auto"
 
     @property
     def text(self) -> str:
@@ -267,7 +276,7 @@ def decide(model: nn.Module, size: int, plan: Mapping[str, str] | str) -> Tensor
         UsageError: model and plan do not fit together, or ``size`` does not fit the model.
     """
     _check_model(model)
-    source = "the caller"
+    source = CALLER
     if isinstance(plan, str):
         if plan != "auto":
             raise UsageError(
@@ -549,11 +558,12 @@ def _cut(
             streams=streams,
             starts_region=starts_region(name, plan.styles),
         )
-        note_uncut(module, by_sequence=plan.sequence, counts={})
+        note_uncut(module, by_sequence=plan.sequence, counts={}, plan=plan.asked)
         parallelize_module(module, mesh, layer, src_data_rank=None)
     for count in plan.heads:
         module = model.get_submodule(count.module)
-        note_uncut(module, by_sequence=plan.sequence, counts={count.attribute: count.whole})
+        counts = {count.attribute: count.whole}
+        note_uncut(module, by_sequence=plan.sequence, counts=counts, plan=plan.asked)
         setattr(module, count.attribute, count.own)
     return made
 

@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroshard.engine.remedies import TOO_MUCH
 from zeroshard.engine.run_description import RunDescription
 from zeroshard.engine.simulated_changes import Question
-from zeroshard.errors import ConfigError, UnsupportedError, UsageError
+from zeroshard.errors import ConfigError, UnsupportedError, UsageError, in_short
+from zeroshard.parallel.split import PipelineModel
 from zeroshard.planner.changes import changed_keys, changes_that_fit, merged
 from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.fit import calm_collector
@@ -43,9 +44,6 @@ UNKNOWN = 0.1
 
 IMPOSSIBLE = (ConfigError, UnsupportedError, UsageError)
 """Errors of a change that the run cannot have, such as a stage."""
-
-_ENOUGH = 2
-"""Micro-batches of a step after which each holds what the one before held."""
 
 
 def answer(question: Question) -> dict[str, Any]:
@@ -107,15 +105,19 @@ def planned(run: RunDescription, keys: Mapping[str, Any], line: str) -> Plan:
     steps = keys.get(ACCUMULATION, run.accumulation)
     config = merged(run.config, keys)
     config.pop("train_batch_size", None)
-    config |= {MICRO_BATCH: micro_batch, ACCUMULATION: min(steps, _ENOUGH)}
+    config |= {MICRO_BATCH: micro_batch, ACCUMULATION: min(steps, run.enough or steps)}
 
     def build() -> nn.Module:
-        model: nn.Module = pickle.loads(run.model)[0]
-        return model if not line or line.startswith("{") else recomputing(model)
+        model = pickle.loads(run.model)
+        model = model if isinstance(model, nn.Module) else model()
+        if line and not line.startswith("{"):
+            recomputing(model.inner if isinstance(model, PipelineModel) else model)
+        return model
 
     found = simulate(
-        build, config, (_inputs(run, micro_batch), None), mesh=run.mesh, rank=run.rank,
-        loss_fn=loss_or_mean, optimizer=_optimizer(run), target="cuda" if run.on_gpu else "cpu",
+        build, config, _batch(run, micro_batch), mesh=run.mesh, rank=run.rank,
+        loss_fn=loss_or_mean, plan=run.plan, optimizer=_optimizer(run),
+        target="cuda" if run.on_gpu else "cpu", ranks_per_node=run.ranks_per_node,
     )  # fmt: skip
     return _of_a_step(found, micro_batch, steps)
 
@@ -130,23 +132,21 @@ def _of_a_step(found: Simulation, micro_batch: int, steps: int) -> Plan:
 
 def _optimizer(run: RunDescription) -> Any:
     """A function that makes the optimizer of the program; None: the configuration names it."""
-    with fake_tensors():
-        given = pickle.loads(run.model)[1]
-    if given is None:
+    if run.optimizer is None:
         return None
-    kind, defaults = given
+    with fake_tensors():
+        kind, defaults = pickle.loads(run.optimizer)
     taken = inspect.signature(kind).parameters  # AdamW has more defaults than it takes
     return functools.partial(kind, **{k: v for k, v in defaults.items() if k in taken})
 
 
-def _inputs(run: RunDescription, micro_batch: int) -> Any:
-    """What the model gets: a tuple, or a mapping by name.
+def _batch(run: RunDescription, micro_batch: int) -> tuple[Any, Any]:
+    """Inputs and labels of a micro-batch of this size.
 
     Raises:
         UsageError: the samples of the batch cannot be divided so.
     """
-    args, kwargs = run.inputs
-    leaves = tree_leaves([list(args), dict(kwargs)])
+    leaves = tree_leaves(run.batch)
     shapes = [leaf for leaf in leaves if isinstance(leaf, Shape) and leaf.sizes]
     rows = shapes[0].sizes[0] if shapes else 0
     wanted, rest = divmod(rows * micro_batch, run.micro_batch)
@@ -160,12 +160,8 @@ def _inputs(run: RunDescription, micro_batch: int) -> Any:
         sizes = leaf.sizes if first != rows else (wanted, *others)
         return torch.empty(sizes, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
 
-    by_place, by_name = tree_map(made, (args, dict(kwargs)))
-    if not by_name:
-        return by_place
-    with fake_tensors():
-        forward = pickle.loads(run.model)[0].forward
-    return inspect.signature(forward).bind_partial(*by_place, **by_name).arguments
+    inputs, labels = tree_map(made, run.batch)
+    return inputs, labels
 
 
 def loss_or_mean(output: Any, labels: Any) -> Tensor:
@@ -191,8 +187,7 @@ def main() -> None:
     try:
         found = answer(question)
     except Exception as error:  # whatever the model raises with tensors without values
-        first = str(error).partition("\n")[0]
-        found = {"reason": f"{type(error).__name__}: {first}"}
+        found = {"reason": in_short(error)}
     json.dump(found, out)
     out.flush()
 

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zeroshard.comm.simulation import lone_rank
 from zeroshard.config import load_config
 from zeroshard.config.machine_file import MachineFile
 from zeroshard.errors import ConfigError, UsageError
@@ -108,7 +109,7 @@ def fit(
             ranks_per_node=ranks_per_node,
         )  # fmt: skip
 
-    with explained(model):
+    with explained(model), lone_rank(0, ranks):
         source = model_source(model, 1, 1, sharded=False)
         refuse_own_batch("--fit", source)
         able = can_checkpoint(source)
@@ -118,15 +119,15 @@ def fit(
             result = search_by_time(simulated, base, priced, samples=samples, can_checkpoint=able)
         else:
             result = search(simulated, base, aim=aim, samples=samples, can_checkpoint=able)
-    return replace(result, refused=refused, split=_split(model, result.chosen))
+    return replace(result, refused=refused, split=_split(model, result.chosen, ranks))
 
 
-def _split(model: str, chosen: Candidate | None) -> Sequence[str]:
+def _split(model: str, chosen: Candidate | None, ranks: int) -> Sequence[str]:
     """Where the program must cut the model for the chosen pipeline."""
     stages = 1 if chosen is None else chosen.sizes.pipeline or 1
     if stages == 1:
         return ()
-    with explained(model), fake_tensors():
+    with explained(model), lone_rank(0, ranks), fake_tensors():
         built = model_source(model, 1, 1, sharded=False).build()
         return () if isinstance(built, PipelineModel) else even_split(built, stages)
 
@@ -149,7 +150,7 @@ def _possible(
             load_config(trial, world_size=ranks)
         except ConfigError as error:
             refused[sizes] = str(error)
-    with explained(model):
+    with explained(model), lone_rank(0, ranks):
         build = model_source(model, 1, 1, sharded=False).build
         refused |= refused_by_model(build, [each for each in samples if each not in refused])
     found = {sizes: own for sizes, own in samples.items() if sizes not in refused}

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zeroshard.comm.simulation import diverged
+from zeroshard.comm.simulation import diverged, lone_rank
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.config.machine_file import MachineFile, Number, check_links
 from zeroshard.config.mesh_keys import mesh_from_config
@@ -18,6 +18,7 @@ from zeroshard.core.ledger import TEMPORARY
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.mesh_sources import resolve_mesh
 from zeroshard.errors import UsageError
+from zeroshard.parallel.schedules import settled_after
 from zeroshard.planner.assumptions import (
     not_modelled,
     of_two_memories,
@@ -176,7 +177,8 @@ def _read(
     mesh = mesh_of(loaded.config, ranks)
     engine_cuts = mesh.tensor > 1 and _cuts_by_itself(loaded.config)
     is_sharded = loaded.config.zero_optimization.stage == 3
-    with explained(model, FACTORY_HINT):
+    # A factory may ask for its rank, as PipelineModule does.
+    with explained(model, FACTORY_HINT), lone_rank(0, ranks):
         source = model_source(
             model,
             _size_of(loaded.config),
@@ -233,15 +235,8 @@ def _check_order(of_ranks: Sequence[Simulation]) -> None:
 
 
 def _enough(source: ModelSource, mesh: Mesh) -> int | None:
-    """The micro-batches of a step after which each does and holds what the one before does.
-
-    None: not known. With the schedule 1F1B the first stage of P holds P of them, and then runs a forward
-    and a backward in turns.
-    """
-    if mesh.pipeline == 1:
-        return 2
-    is_simple = source.schedule == "1F1B" and source.cut_into in (0, mesh.pipeline)
-    return mesh.pipeline + 1 if is_simple else None
+    """See :func:`settled_after`."""
+    return settled_after(source.schedule, source.cut_into or mesh.pipeline, mesh.pipeline)
 
 
 def mesh_of(settings: Config, ranks: int) -> Mesh:
@@ -389,7 +384,7 @@ def plan_of_largest_batch(
         )
     if memory_gib is None and (machine is None or machine.device.memory_bytes is None):
         raise UsageError("--batch max is the largest that fits --memory, which is not given.")
-    with explained(model, FACTORY_HINT):
+    with explained(model, FACTORY_HINT), lone_rank(0, ranks):
         refuse_own_batch("--batch max", model_source(model, 1, 1, sharded=False))
     peak_nbytes(1)
     limit_nbytes = plans[1].limit_nbytes

@@ -200,7 +200,7 @@ def simulate(
                 world_size=mesh.world_size,
                 mesh_sources=mesh_sources(mesh=mesh, model=model),
             )
-            arriving = stage_inputs(model, inputs, policy_from(loaded.config))
+            arriving = stage_inputs(model.whole(), inputs, policy_from(loaded.config))
             del model
             gc.collect()  # cut layers are in cycles
             watch.forget_peaks()  # a run gets the shapes in messages
