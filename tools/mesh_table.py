@@ -1,6 +1,6 @@
 """Writes the table of simulated ranks into ``docs/parallel.md``: a 72 B model on 64 and 128 ranks.
 
-    python tools/mesh_table.py            # prints the table; takes about 20 minutes
+    python tools/mesh_table.py            # prints the table; takes about 25 minutes
     python tools/mesh_table.py --write    # and puts it into the page
 
 One rank of every pipeline stage is simulated, each in a process of its own. The bytes are also computed
