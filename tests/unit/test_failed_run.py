@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from zeroshard.core.mesh import Mesh
 from zeroshard.engine.run_description import RunDescription
-from zeroshard.engine.simulated_changes import PROCESS, Question
+from zeroshard.engine.simulated_changes import PROCESS, Question, StatesQuestion
 from zeroshard.errors import UsageError
 from zeroshard.launch.alone import run_alone
 from zeroshard.parallel.pickled_model import NotDescribable, pickled
 from zeroshard.planner.changes import changed_keys
-from zeroshard.planner.failed_run import ACCUMULATION, answer, planned
+from zeroshard.planner.failed_run import ACCUMULATION, answer, least_of_each, planned
 from zeroshard.planner.own_batch import MICRO_BATCH
 from zeroshard.zero.input_shapes import Shape, Unknown, shapes_of
 
@@ -73,7 +73,7 @@ def test_the_largest_batch_is_found_and_checkpointing_if_it_is_enough(part, rows
     run = chain()
     peak = peak_of(run)
     room = int(part * peak)
-    found = answer(Question(run, room, 1000, 600.0))["changes"]
+    found = answer(Question(run, room, 1000, 600.0))["found"]
     smaller = {MICRO_BATCH: rows, ACCUMULATION: ROWS // rows}
     twice = {MICRO_BATCH: 2 * rows, ACCUMULATION: ROWS // rows // 2}
     assert [each["line"] for each in found] == [json.dumps(smaller), *others]
@@ -82,10 +82,27 @@ def test_the_largest_batch_is_found_and_checkpointing_if_it_is_enough(part, rows
     assert peak_of(run, json.dumps(twice) if rows < ROWS // 2 else "") > room
 
 
+def test_before_there_is_an_engine_each_change_is_built_without_memory():
+    """Stage 2 halves gradients and moments; stage 9 is none, and stage 0 is what stage 1 shards."""
+    run, numel = chain(), sum(param.numel() for param in Chain(WIDTH, DEPTH).parameters())
+    lines = [json.dumps({"zero_optimization": {"stage": stage}}) for stage in (0, 2, 9)]
+    (base, zero, two, none) = least_of_each(StatesQuestion(run, tuple(lines), 600.0))["found"]
+    assert none is None
+    assert zero - base == pytest.approx(2 * 4 * numel / 2, rel=0.02)
+    passing = 4 * numel / DEPTH  # the whole gradient of a unit
+    assert base - two == pytest.approx(4 * numel / 2 - passing, rel=0.02)
+    assert least_of_each(StatesQuestion(run, tuple(lines), 0.0))["found"] == [
+        base,
+        None,
+        None,
+        None,
+    ]
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_host_memory_is_offered_to_gpus_only(on_gpu):
     run = chain(96, 8, on_gpu=on_gpu)
-    found = answer(Question(run, int(0.9 * peak_of(run)), 1000, 600.0))["changes"]
+    found = answer(Question(run, int(0.9 * peak_of(run)), 1000, 600.0))["found"]
     assert any("offload_optimizer" in each["line"] for each in found) is on_gpu
 
 

@@ -48,6 +48,7 @@ from zeroshard.engine.pipeline_traffic import (
 from zeroshard.engine.remedies import Run, is_offloaded
 from zeroshard.engine.restarts import tell_launcher
 from zeroshard.engine.runtime import ZeroRuntime
+from zeroshard.engine.simulated_changes import freed_by
 from zeroshard.engine.tied_units import (
     check_options,
     gathers_of,
@@ -438,14 +439,15 @@ def _build_runtime(
                 has_copy_streams=copies,
             ),
         )  # fmt: skip
+    passing, states = _passing(in_order, stage, watch), state_nbytes(plan, stage, comm.rank)
     if draft.device.type != "cpu" or not offload_plan.is_offloaded:
-        passing = _passing(in_order, stage, watch)
         forecast += check_memory(
-            new_nbytes(state_nbytes(plan, stage, comm.rank), model, draft.device, passing),
+            new_nbytes(states, model, draft.device, passing),
             watch.world,
             draft.rank_info.rank,
             draft.device,
             _states_only(plan, config, draft.device),
+            partial(freed_by, draft),
         )
     traffic = _traffic(draft, watch, plan, stage)
     ledger, life = Ledger(), Life()
@@ -461,6 +463,7 @@ def _build_runtime(
         undo.pop_all()
     return ZeroRuntime(
         stage, units, prefetcher.wrapped_modules, prefetcher, reducer, sharded, ledger, plan,
+        passing + sum(nbytes for (_, tier), nbytes in states.items() if tier is Tier.DEVICE),
         stores, forecast, life, traffic,
         [unit for spec, unit in zip(specs, units, strict=True) if spec.pipeline_stage is None],
     )  # fmt: skip

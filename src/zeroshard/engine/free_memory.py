@@ -8,8 +8,8 @@ State in host memory and on disks, if the configuration moves some there, is che
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from zeroshard.core.ledger import Key
 from zeroshard.core.stages import Stage
 from zeroshard.core.tiers import Tier
 from zeroshard.device.choice import ops_of
-from zeroshard.engine.remedies import Run, remedies
+from zeroshard.engine.remedies import Remedy, Run, changes, remedies
 from zeroshard.errors import HostMemoryError
 from zeroshard.memory.host_limits import host_limits
 from zeroshard.precision.policy import DtypeRow
@@ -33,6 +33,11 @@ TIGHT = 0.8
 """A larger part of the free memory for state alone leaves little for activations."""
 
 _UNKNOWN_NBYTES = 1 << 52  # exact in float64
+
+COUNT = 3
+"""Changes that are shown."""
+
+_IMPOSSIBLE, _NOT_SIMULATED = -(1 << 52), -(1 << 52) - 1  # less than a change can free
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +89,41 @@ def new_nbytes(
     return max(0, total + passing - sum(kept.values()))
 
 
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Ranks that share memory which surely does not suffice: bytes that they need, and that are free."""
+
+    ranks: Sequence[Need]
+    wanted_nbytes: int
+    free_nbytes: int
+    shared: bool
+
+    @property
+    def missing_nbytes(self) -> int:
+        """Of each rank."""
+        return -((self.free_nbytes - self.wanted_nbytes) // len(self.ranks))
+
+    @property
+    def who(self) -> str:
+        """The ranks in words."""
+        if len(self.ranks) == 1:
+            return f"rank {self.ranks[0].rank}"
+        return f"{len(self.ranks)} ranks of one host (from rank {self.ranks[0].rank})"
+
+
 def check_memory(
-    wanted_nbytes: int, comm: Comm, rank: int, device: torch.device, run: Run
+    wanted_nbytes: int,
+    comm: Comm,
+    rank: int,
+    device: torch.device,
+    run: Run,
+    freed_by: Callable[[Sequence[str]], Sequence[int | None] | str],
 ) -> list[str]:
     """Refuse a run whose state does not fit. Collective.
 
+    ``freed_by``: bytes that each change of the configuration, a line, frees on this rank if the run is
+    simulated with it; None: it cannot be. A text: why nothing was simulated. The first rank that has too
+    little memory calls it.
     Returns lines: nothing, or that the memory is tight.
 
     Raises:
@@ -102,52 +137,76 @@ def check_memory(
     if isinstance(rows, FakeTensor):
         return []
     needs = [Need(*map(int, numbers)) for numbers in rows.tolist()]
-    return verdict(needs, run, shared=on_cpu)
+    short, tight = verdict(needs, shared=on_cpu)
+    if short is None:
+        return tight
+    known = list(changes(run))
+    asks = short.ranks[0].rank
+    freed = freed_by([each.line for each in known]) if known and rank == asks else ""
+    if isinstance(freed, str):
+        freed = [_NOT_SIMULATED] * len(known)
+    own_K = torch.tensor([_IMPOSSIBLE if n is None else n for n in freed], dtype=torch.float64)
+    found_WK = comm.all_gather_small(own_K.to(device), name="changes that free memory")
+    at = next(index for index, need in enumerate(needs) if need.rank == asks)
+    simulated = [int(nbytes) for nbytes in found_WK[at].tolist()]
+    raise HostMemoryError("\n".join(_refusal(short, run, known, simulated)))
 
 
-def verdict(needs: Sequence[Need], run: Run, *, shared: bool) -> list[str]:
-    """See :func:`check_memory`. ``shared``: the ranks of a host share its memory."""
+def verdict(needs: Sequence[Need], *, shared: bool) -> tuple[Shortage | None, list[str]]:
+    """The first ranks whose memory surely does not suffice, and a line if memory is tight.
+
+    ``shared``: the ranks of a host share its memory.
+    """
     places: dict[tuple[int, int], list[Need]] = defaultdict(list)
     for need in needs:
         places[need.host, 0 if shared else need.rank].append(need)
     tight: list[str] = []
     for ranks in places.values():
         wanted = sum(need.new_nbytes for need in ranks)
-        free = min(need.free_nbytes for need in ranks)
-        if wanted > free:
-            raise HostMemoryError("\n".join(_refusal(ranks, wanted, free, run, shared=shared)))
-        if wanted > TIGHT * free:
+        found = Shortage(ranks, wanted, min(need.free_nbytes for need in ranks), shared)
+        if wanted > found.free_nbytes:
+            return found, []
+        if wanted > TIGHT * found.free_nbytes:
             tight.append(
-                f"state will take {_gib(wanted)} of the {_gib(free)} GiB that are free for "
-                f"{_who(ranks)}; gathered parameters and activations come on top, and probably do not "
+                f"state will take {_gib(wanted)} of the {_gib(found.free_nbytes)} GiB that are free for "
+                f"{found.who}; gathered parameters and activations come on top, and probably do not "
                 "fit. `zeroshard plan` tells what the run needs."
             )
-    return tight[:1]
+    return None, tight[:1]
 
 
 def _refusal(
-    ranks: Sequence[Need], wanted: int, free: int, run: Run, *, shared: bool
+    short: Shortage, run: Run, known: Sequence[Remedy], simulated: Sequence[int]
 ) -> Iterator[str]:
-    memory = "host memory" if shared else "device memory"
+    """The text. ``simulated``: bytes that each of ``known`` frees on a rank."""
+    memory = "host memory" if short.shared else "device memory"
     yield (
         f"This run does not fit: parameters, gradients, optimizer state and what they pass on their "
-        f"way take {_gib(wanted)} GiB of {memory} more for {_who(ranks)}, and {_gib(free)} GiB are "
-        "free. Nothing was allocated."
+        f"way take {_gib(short.wanted_nbytes)} GiB of {memory} more for {short.who}, and "
+        f"{_gib(short.free_nbytes)} GiB are free. Nothing was allocated."
     )
-    found = remedies(run, (wanted - free) // len(ranks))
+    missing = short.missing_nbytes
+    if _NOT_SIMULATED in simulated:
+        found = remedies(run, missing)
+        head = "Each of these frees memory, by arithmetic:"
+    else:
+        freed = [
+            replace(each, freed_nbytes=n) for each, n in zip(known, simulated, strict=True) if n > 0
+        ]
+        enough = [each for each in freed if each.freed_nbytes >= missing]
+        found = sorted(enough or freed, key=lambda each: each.slowdown / each.freed_nbytes)[:COUNT]
+        head = (
+            "With each of these the state fits; each was simulated:"
+            if enough
+            else "None of these alone is enough, and each was simulated:"
+        )
     if not found:
         yield "More ranks or hosts, or a smaller model, would help; a higher stage would not."
         return
-    yield "Each of these frees memory:"
+    yield head
     for number, each in enumerate(found, start=1):
         yield f"  {number}. {each.text}: about {_gib(each.freed_nbytes)} GiB per rank"
         yield f"     {each.line}"
-
-
-def _who(ranks: Sequence[Need]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0].rank}"
-    return f"{len(ranks)} ranks of one host (from rank {ranks[0].rank})"
 
 
 def _gib(nbytes: int) -> str:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from zeroshard.comm.env import current_rank_info
+from zeroshard.config import LoadedConfig
 from zeroshard.config.resolve import WATCHERS
 from zeroshard.core.mesh import Mesh
 from zeroshard.parallel.pickled_model import NotDescribable, pickled
@@ -58,7 +61,7 @@ def describe(engine: Any) -> RunDescription:
         NotDescribable: it has no optimizer; this rank does not know the batch, or the batch holds unknown
             objects; or a part of the model cannot be pickled.
     """
-    module, mesh = engine.module, engine.mesh
+    module = engine.module
     is_pipeline = isinstance(module, PipelineModel)
     batch = module.batch_shapes if is_pipeline else _last_batch(engine)
     if batch is None:
@@ -66,29 +69,52 @@ def describe(engine: Any) -> RunDescription:
     unknown = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Unknown)]
     if unknown:
         raise NotDescribable(f"the model got an object of class {unknown[0].kind}")
-    config = {key: value for key, value in engine.loaded.raw.items() if key not in WATCHERS}
+    run = replace(
+        described(module, engine.loaded, engine.optimizer, engine.mesh, engine.device),
+        batch=batch,
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        accumulation=engine.accumulation.steps,
+    )
     transport = engine.transport.partition(":")[0]
-    if mesh.is_data_only and transport in ("shm", "p2p", "stock"):
-        config["transport"] = transport  # if the configuration leaves the choice to the engine
-    if engine.optimizer is None:
+    if engine.mesh.is_data_only and transport in ("shm", "p2p", "stock"):
+        # if the configuration leaves the choice to the engine
+        run = replace(run, config={**run.config, "transport": transport})
+    return run
+
+
+def described(
+    model: nn.Module,
+    loaded: LoadedConfig,
+    optimizer: torch.optim.Optimizer | None,
+    mesh: Mesh,
+    device: torch.device,
+) -> RunDescription:
+    """A run whose engine may not exist yet. It has no batch.
+
+    Raises:
+        NotDescribable: it has no optimizer, or a part of the model cannot be pickled.
+    """
+    if optimizer is None:
         raise NotDescribable("it has no optimizer")
-    named = engine.settings.optimizer is not None
-    optimizer = (type(engine.optimizer), engine.optimizer.defaults)
+    settings, info = loaded.config, current_rank_info()
+    assert settings.train_micro_batch_size_per_gpu is not None  # computed where it is not given
     return RunDescription(
-        module.as_built() if is_pipeline else pickled(module),
-        None if named else pickled(optimizer),
-        batch,
-        config,
-        engine.train_micro_batch_size_per_gpu(),
-        engine.accumulation.steps,
-        settled_after(module.schedule, len(module.stages), mesh.pipeline) if is_pipeline else 2,
-        mesh,
-        plan_of(module) if mesh.tensor > 1 else None,
-        engine.global_rank,
-        engine.local_world_size,
-        engine.device.type != "cpu",
-        torch.get_default_dtype(),
-        tuple(sys.path),
+        model=model.as_built() if isinstance(model, PipelineModel) else pickled(model),
+        optimizer=None if settings.optimizer else pickled((type(optimizer), optimizer.defaults)),
+        batch=((), None),
+        config={key: value for key, value in loaded.raw.items() if key not in WATCHERS},
+        micro_batch=settings.train_micro_batch_size_per_gpu,
+        accumulation=settings.gradient_accumulation_steps or 1,
+        enough=settled_after(model.schedule, len(model.stages), mesh.pipeline)
+        if isinstance(model, PipelineModel)
+        else 2,
+        mesh=mesh,
+        plan=plan_of(model) if mesh.tensor > 1 else None,
+        rank=info.rank,
+        ranks_per_node=info.local_world_size,
+        on_gpu=device.type != "cpu",
+        dtype=torch.get_default_dtype(),
+        path=tuple(sys.path),
     )
 
 

@@ -6,11 +6,14 @@ import json
 import logging
 import pickle
 import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from zeroshard.engine.draft import Draft
 from zeroshard.engine.remedies import Remedy
-from zeroshard.engine.run_description import RunDescription, describe
+from zeroshard.engine.run_description import RunDescription, describe, described
 from zeroshard.launch.alone import run_alone
 from zeroshard.parallel.pickled_model import NotDescribable
 
@@ -23,7 +26,7 @@ _FAILURES = (OSError, MemoryError, ValueError)
 """Of starting the process, and of one that was killed before it answered: ValueError."""
 
 asked: list[int] = []
-"""Ranks of the engines of this process that have asked: one does."""
+"""Has an entry if this process has asked."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,18 @@ class Question:
 
 
 @dataclass(frozen=True)
+class StatesQuestion:
+    """How many bytes a rank holds at least with each change, of which ``lines`` are the keys.
+
+    The answer is a list of them, the first without a change; None: the run cannot be built so.
+    """
+
+    run: RunDescription
+    lines: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Answer:
     """Changes that fit by simulation, by slowdown per byte. ``reason``: why there are none, or ""."""
 
@@ -54,26 +69,52 @@ def ask(engine: Any, room_nbytes: int, asked_nbytes: int) -> Answer:
     A process asks once, because programs that look for a batch size run out of memory several times. For
     a small model it takes some seconds, at most ``trust.simulate_changes_s``.
     """
-    limit_s = engine.settings.trust.simulate_changes_s
+    found = _asked(
+        lambda seconds: Question(describe(engine), room_nbytes, asked_nbytes, seconds),
+        engine.settings.trust.simulate_changes_s,
+        f"rank {engine.global_rank} could not allocate memory",
+    )
+    if isinstance(found, str):
+        return Answer(reason=found)
+    return Answer(tuple(Remedy(**row) for row in found))
+
+
+def freed_by(draft: Draft, lines: Sequence[str]) -> list[int | None] | str:
+    """Bytes by which each change lowers what this rank holds at least, before there is an engine.
+
+    None: the run cannot be built with the change. A text: why nothing was simulated.
+    """
+    run = partial(
+        described, draft.model, draft.loaded, draft.optimizer, draft.mesh, draft.device
+    )  # fmt: skip
+    found = _asked(
+        lambda seconds: StatesQuestion(run(), tuple(lines), seconds),
+        draft.loaded.config.trust.simulate_changes_s,
+        "the state does not fit into memory",
+    )
+    if isinstance(found, str):
+        return found
+    before, *after = found
+    return [None if nbytes is None else before - nbytes for nbytes in after]
+
+
+def _asked(question: Callable[[float], Any], limit_s: float, why: str) -> list[Any] | str:
+    """The answer of the other process, or a reason why there is none."""
     if not limit_s:
-        return Answer(reason="trust.simulate_changes_s is 0")
+        return "trust.simulate_changes_s is 0"
     if asked:
-        return Answer(reason="this process has simulated changes before")
+        return "this process has simulated changes before"
     try:
-        question = Question(describe(engine), room_nbytes, asked_nbytes, limit_s / 2)
-        asked.append(engine.global_rank)
-        logger.warning(
-            "rank %d could not allocate memory; it simulates changes that would fit, for at most %.0f s",
-            engine.global_rank, limit_s,
-        )  # fmt: skip
-        said = run_alone(PROCESS, pickle.dumps(question), limit_s=limit_s)
+        given = pickle.dumps(question(limit_s / 2))
+        asked.append(1)
+        logger.warning("%s; changes that would fit are simulated, for at most %.0f s", why, limit_s)
+        said = run_alone(PROCESS, given, limit_s=limit_s)
         found = json.loads(said.rpartition(b"\n")[2])  # what is before it was printed by imports
     except NotDescribable as error:
-        return Answer(reason=str(error))
+        return str(error)
     except subprocess.TimeoutExpired:
-        return Answer(reason=f"the simulations did not end in {limit_s:.0f} s")
+        return f"the simulations did not end in {limit_s:.0f} s"
     except _FAILURES as error:
-        return Answer(reason=f"the process of the simulation failed: {type(error).__name__}")
-    if "reason" in found:
-        return Answer(reason=found["reason"])
-    return Answer(tuple(Remedy(**row) for row in found["changes"]))
+        return f"the process of the simulation failed: {type(error).__name__}"
+    answer: list[Any] | str = found.get("reason") or found["found"]
+    return answer

@@ -26,16 +26,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.engine.remedies import TOO_MUCH
 from zeroshard.engine.run_description import RunDescription
-from zeroshard.engine.simulated_changes import Question
+from zeroshard.engine.simulated_changes import Question, StatesQuestion
 from zeroshard.errors import ConfigError, UnsupportedError, UsageError, in_short
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.planner.changes import changed_keys, changes_that_fit, merged
 from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.fit import calm_collector
+from zeroshard.planner.gpu_kernels import Target
 from zeroshard.planner.model_source import loss_of, recomputing
 from zeroshard.planner.own_batch import MICRO_BATCH
 from zeroshard.planner.plan import Plan
-from zeroshard.planner.simulate import OUTSIDE_STEP, Simulation, simulate
+from zeroshard.planner.simulate import OUTSIDE_STEP, Simulation, least_nbytes, simulate
 from zeroshard.zero.input_shapes import Shape
 
 ACCUMULATION = "gradient_accumulation_steps"
@@ -83,7 +84,50 @@ def answer(question: Question) -> dict[str, Any]:
          "slowdown": each.slowdown}
         for each in found
     ]  # fmt: skip
-    return {"changes": rows}
+    return {"found": rows}
+
+
+def least_of_each(question: StatesQuestion) -> dict[str, Any]:
+    """See :class:`StatesQuestion`."""
+    until = time.monotonic() + question.seconds
+    found = [_least(question.run, {})]
+    for line in question.lines:
+        late = time.monotonic() > until
+        found.append(None if late else _least(question.run, changed_keys(line)))
+    return {"found": found}
+
+
+def _least(run: RunDescription, keys: Mapping[str, Any]) -> int | None:
+    config = _config(run, keys, run.micro_batch, run.accumulation)
+    build = functools.partial(_model, run)
+    try:
+        return least_nbytes(
+            build, config, mesh=run.mesh, rank=run.rank, plan=run.plan, optimizer=_optimizer(run),
+            target=_target(run), ranks_per_node=run.ranks_per_node,
+        )  # fmt: skip
+    except IMPOSSIBLE:
+        if not keys:
+            raise
+        return None
+
+
+def _config(
+    run: RunDescription, keys: Mapping[str, Any], micro_batch: int, steps: int
+) -> dict[str, Any]:
+    """The configuration with a change, and with these sizes instead of those that it has."""
+    config = merged(run.config, keys)
+    config.pop("train_batch_size", None)
+    return config | {MICRO_BATCH: micro_batch, ACCUMULATION: steps}
+
+
+def _model(run: RunDescription) -> nn.Module:
+    made = pickle.loads(run.model)
+    model: nn.Module = made if isinstance(made, nn.Module) else made()
+    return model
+
+
+def _target(run: RunDescription) -> Target:
+    return "cuda" if run.on_gpu else "cpu"
 
 
 def _mib(nbytes: int) -> str:
@@ -103,13 +147,10 @@ def planned(run: RunDescription, keys: Mapping[str, Any], line: str) -> Plan:
     """
     micro_batch = keys.get(MICRO_BATCH, run.micro_batch)
     steps = keys.get(ACCUMULATION, run.accumulation)
-    config = merged(run.config, keys)
-    config.pop("train_batch_size", None)
-    config |= {MICRO_BATCH: micro_batch, ACCUMULATION: min(steps, run.enough or steps)}
+    config = _config(run, keys, micro_batch, min(steps, run.enough or steps))
 
     def build() -> nn.Module:
-        model = pickle.loads(run.model)
-        model = model if isinstance(model, nn.Module) else model()
+        model = _model(run)
         if line and not line.startswith("{"):
             recomputing(model.inner if isinstance(model, PipelineModel) else model)
         return model
@@ -117,7 +158,7 @@ def planned(run: RunDescription, keys: Mapping[str, Any], line: str) -> Plan:
     found = simulate(
         build, config, _batch(run, micro_batch), mesh=run.mesh, rank=run.rank,
         loss_fn=loss_or_mean, plan=run.plan, optimizer=_optimizer(run),
-        target="cuda" if run.on_gpu else "cpu", ranks_per_node=run.ranks_per_node,
+        target=_target(run), ranks_per_node=run.ranks_per_node,
     )  # fmt: skip
     return _of_a_step(found, micro_batch, steps)
 
@@ -181,11 +222,11 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what modules print
     _let_live()
-    question: Question = pickle.load(sys.stdin.buffer)
+    question: Question | StatesQuestion = pickle.load(sys.stdin.buffer)
     sys.path[:] = [*sys.path, *(folder for folder in question.run.path if folder not in sys.path)]
     torch.set_default_dtype(question.run.dtype)
     try:
-        found = answer(question)
+        found = answer(question) if isinstance(question, Question) else least_of_each(question)
     except Exception as error:  # whatever the model raises with tensors without values
         found = {"reason": in_short(error)}
     json.dump(found, out)

@@ -215,6 +215,29 @@ def simulate(
             return _and_checkpoint(engine, watch, found) if with_checkpoint else found
 
 
+def least_nbytes(
+    build: Callable[[], nn.Module],
+    config: Mapping[str, Any],
+    *,
+    mesh: Mesh,
+    rank: int,
+    plan: Mapping[str, str] | str | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    target: Target = "cpu",
+    ranks_per_node: int | None = None,
+) -> int:
+    """What the engine of a rank holds on its device at least, built where tensors are fake.
+
+    Arguments and errors as for :func:`simulate`.
+    """
+    config = {key: value for key, value in config.items() if key not in _NOT_SIMULATED}
+    apart = host_memory_apart(target != "cpu")
+    with lone_rank(rank, mesh.world_size), apart, fake_tensors(), nodes_of(ranks_per_node):
+        engine = _engine(build(), config, mesh, plan, optimizer)
+        with contextlib.closing(engine):
+            return engine.runtime.least_nbytes
+
+
 def _engine(
     model: nn.Module,
     config: Any,
