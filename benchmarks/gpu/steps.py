@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # modules that CPU and GPU benc
 
 from comparability import Row, distance, statistics
 from interleaving import alternating
+from planned import compare
 from room import ratio_for, refusal
 from shapes import SHAPES, mfu, peak_tflops
 from turns import MIN_TURN_S, OUT_OF_TIME, Answer, Bench, Line
@@ -338,6 +339,7 @@ STEPS: dict[str, Step] = {
     "waits": Step("Waits for the GPU and driver calls of a step", 130, waits),
     "speed": Step("1.5 B and 3 B, 2 K tokens, everything on the GPU", 370, speed),
     "trace": Step("Traces of a step at stage 3 and with offload", 40, traces),
+    "plans": Step("Peaks and times of twenty plans, compared with their runs", 380, compare),
     "prebuild": Step("Extensions of other libraries", 110, prebuild),
     "offload": Step("3 B and 7 B, 8 K tokens, optimizer state on the host", 450, OFFLOAD),
     "largest": Step("The largest model, state on GPU and host, 16 K tokens", 480, LARGEST),

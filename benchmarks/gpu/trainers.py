@@ -130,7 +130,7 @@ def zeroshard(job: Job) -> Trainer:
     from zeroshard import Engine
 
     where = "meta" if job.offload else job.device
-    model = build(job.shape, where, dtype=_dtype(job), recompute=job.recompute)
+    model = build(job.shape, where, dtype=dtype_of(job), recompute=job.recompute)
     engine = Engine(model, config=zeroshard_config(job), device=job.device)
 
     return zeroshard_trainer(engine)
@@ -152,7 +152,7 @@ def plain(job: Job) -> Trainer:
 
     In fp32 the parameters are their own masters.
     """
-    model = build(job.shape, job.device, dtype=_dtype(job), recompute=job.recompute)
+    model = build(job.shape, job.device, dtype=dtype_of(job), recompute=job.recompute)
     params: list[Tensor] = list(model.parameters())
     is_fp32 = job.precision == "fp32"
     masters: list[Tensor] = (
@@ -239,7 +239,7 @@ SYSTEMS: dict[str, Callable[[Job], Trainer]] = {
 }
 
 
-def _dtype(job: Job) -> torch.dtype:
+def dtype_of(job: Job) -> torch.dtype:
     """The dtype in which the model is built. fp16 runs start from the same values as bf16 runs."""
     return torch.float32 if job.precision == "fp32" else torch.bfloat16
 

@@ -21,6 +21,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: for 
 import audit
 import checks
 import hardware
+import planned
 import prebuild
 import ranks
 import scenarios
@@ -35,8 +36,16 @@ from turns import MARK, begin_turn
 from zeroshard.errors import ZeroShardError
 
 
-def train(job: Job, *, rows: int = 1, warm_up: int = 5, steps: int = 10) -> dict[str, Any]:
-    """Times, memory and losses of ``steps`` steps after ``warm_up`` steps."""
+def train(
+    job: Job, *, rows: int = 1, warm_up: int = 5, steps: int = 10, limit_nbytes: int = 0
+) -> dict[str, Any]:
+    """Times, memory and losses of ``steps`` steps after ``warm_up`` steps.
+
+    ``limit_nbytes``: the most that the allocator may reserve; 0: all of the GPU.
+    """
+    if limit_nbytes:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_nbytes / total))
     trainer = SYSTEMS[job.system](job)
     data = batches(job.shape, rows, job.device)
     losses: list[Tensor] = []
@@ -84,6 +93,7 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "audit": audit.audit,
     "checks": checks.checks,
     "machine": hardware.machine,
+    "plan": planned.plan,
     "prebuild": prebuild.prebuild,
     "ranks": ranks.ranks,
     "scenarios": scenarios.scenarios,

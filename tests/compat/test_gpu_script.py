@@ -77,7 +77,7 @@ def test_list_names_each_step_and_parts_that_fit_into_ten_minutes(load: Load) ->
 def test_a_part_that_does_not_exist_is_refused() -> None:
     done = script("--part", "9")
     assert done.returncode == 2
-    assert "parts 1 to 4" in done.stderr
+    assert "parts 1 to 5" in done.stderr
 
 
 def test_steps_share_the_time_that_is_left_over(load: Load) -> None:
@@ -285,6 +285,21 @@ def test_who_trains_differently_is_not_compared(load: Load) -> None:
     rows = [{"losses": [4.0]}, {"losses": [4.01]}, {"losses": [4.5]}, {"losses": [float("nan")]}]
     marked = load("steps").with_distance(rows)
     assert ["error" in row for row in marked] == [False, False, True, True]
+
+
+def test_a_plan_that_is_off_or_does_not_fit_is_no_yes(load: Load) -> None:
+    planned = load("planned")
+    assert len({case.text for case in planned.CASES}) == 20
+    plan = {"peak_nbytes": 1000, "step_ms": 10.0}
+    live = {"allocated_nbytes": 1000, "reserved_nbytes": 1030, "step_ms": [1.0, 9.0, 99.0]}
+
+    def results(**changed: object) -> list[object]:
+        return [row["result"] for row in planned.rows_of("case", plan, {**live, **changed})]
+
+    assert results() == ["yes", "yes", "yes"]
+    assert results(allocated_nbytes=1025) == ["yes", "the plan is off by -2.4%", "yes"]
+    assert results(step_ms=[8.0]) == ["yes", "yes", "the plan is off by +25.0%"]
+    assert results(error="out of GPU memory") == ["out of GPU memory"]
 
 
 def test_the_first_difference_to_the_plain_loop_is_named(load: Load) -> None:
