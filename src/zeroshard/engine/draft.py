@@ -108,7 +108,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     copies = head_copies(model.parameters())  # of all stages: every rank opens the same groups
     policy = policy_from(settings)
     if isinstance(model, PipelineModel):
-        if settings.trust.simulate_changes_s and not is_simulated():
+        if settings.trust.simulate_changes_s and model.kept is None and not is_simulated():
             model.note_whole()
         model.keep(mesh.coordinate(rank_info.rank)["pipeline"], mesh.pipeline)
         model.cast_stand_ins(policy)

@@ -97,6 +97,9 @@ def described(
     if optimizer is None:
         raise NotDescribable("it has no optimizer")
     settings, info = loaded.config, current_rank_info()
+    enough: int | None = 2
+    if isinstance(model, PipelineModel):
+        enough = settled_after(model.schedule, len(model.stages), mesh.pipeline)
     assert settings.train_micro_batch_size_per_gpu is not None  # computed where it is not given
     return RunDescription(
         model=model.as_built() if isinstance(model, PipelineModel) else pickled(model),
@@ -105,9 +108,7 @@ def described(
         config={key: value for key, value in loaded.raw.items() if key not in WATCHERS},
         micro_batch=settings.train_micro_batch_size_per_gpu,
         accumulation=settings.gradient_accumulation_steps or 1,
-        enough=settled_after(model.schedule, len(model.stages), mesh.pipeline)
-        if isinstance(model, PipelineModel)
-        else 2,
+        enough=enough,
         mesh=mesh,
         plan=plan_of(model) if mesh.tensor > 1 else None,
         rank=info.rank,

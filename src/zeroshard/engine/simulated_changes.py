@@ -84,9 +84,7 @@ def freed_by(draft: Draft, lines: Sequence[str]) -> list[int | None] | str:
 
     None: the run cannot be built with the change. A text: why nothing was simulated.
     """
-    run = partial(
-        described, draft.model, draft.loaded, draft.optimizer, draft.mesh, draft.device
-    )  # fmt: skip
+    run = partial(described, draft.model, draft.loaded, draft.optimizer, draft.mesh, draft.device)
     found = _asked(
         lambda seconds: StatesQuestion(run(), tuple(lines), seconds),
         draft.loaded.config.trust.simulate_changes_s,

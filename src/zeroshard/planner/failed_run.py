@@ -92,8 +92,9 @@ def least_of_each(question: StatesQuestion) -> dict[str, Any]:
     until = time.monotonic() + question.seconds
     found = [_least(question.run, {})]
     for line in question.lines:
-        late = time.monotonic() > until
-        found.append(None if late else _least(question.run, changed_keys(line)))
+        if time.monotonic() > until:
+            return {"reason": f"the simulations did not end in {question.seconds:.0f} s"}
+        found.append(_least(question.run, changed_keys(line)))
     return {"found": found}
 
 
