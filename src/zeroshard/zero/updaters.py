@@ -377,22 +377,37 @@ def choose_updater(
     A fused pass runs on the CPU only. ``worker`` is needed for chunks with a host chunk.
     """
     own = OwnStep(shard, chunk, optimizer, ledger)
-    on_cpu, is_fake = chunk.master_C.device.type == "cpu", isinstance(chunk.master_C, FakeTensor)
-    fused = None
-    if kernel is not None and on_cpu and not is_fake:
-        fused = FusedStep(shard, chunk, kernel, own, optimizer, ledger)
-    updater: Updater = fused or own
-    if is_fake and kernel is not None and kernel.device_form is not None and chunk.page is None:
-        # On a CPU the first step is the optimizer's own and may cast the gradient: that is the peak.
-        casts = shard.unit.row.reduce != chunk.master_C.dtype
-        if not casts or has_copy_streams(chunk.master_C.device):
-            updater = SimulatedStep(chunk, kernel, own, optimizer)
+    updater = _in_place(shard, chunk, kernel, own, optimizer, ledger)
     if chunk.host_chunk is not None:
         assert worker is not None
         stays = chunk.page is None and not shard.unit.store.tier.only_in_use
         kind: Callable[..., HostUpdater] = AsyncHostUpdater if stays else HostUpdater
+        fused = updater if isinstance(updater, FusedStep) else None
         updater = kind(shard, chunk, chunk.host_chunk, own, fused, optimizer, worker)
     return updater if chunk.page is None else PagedUpdater(chunk.page, updater)
+
+
+def _in_place(
+    shard: OptimizerShard,
+    chunk: OptimizerChunk,
+    kernel: UpdateKernel | None,
+    own: OwnStep,
+    optimizer: OptimizerObject,
+    ledger: Ledger,
+) -> Updater:
+    """The updater for a chunk where it is stored."""
+    master_C = chunk.master_C
+    if kernel is None:
+        return own
+    if not isinstance(master_C, FakeTensor):
+        on_cpu = master_C.device.type == "cpu"
+        return FusedStep(shard, chunk, kernel, own, optimizer, ledger) if on_cpu else own
+    # On a CPU the first step is the optimizer's own and may cast the gradient: that is the peak.
+    casts = shard.unit.row.reduce != master_C.dtype
+    plain = kernel.device_form is not None and chunk.page is None
+    if plain and (not casts or has_copy_streams(master_C.device)):
+        return SimulatedStep(chunk, kernel, own, optimizer)
+    return own
 
 
 def overlap_copies(updaters: Iterable[Updater]) -> None:
