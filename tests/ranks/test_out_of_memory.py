@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from support.remedies import Chain, applied
 from torch import Tensor, nn
 
-from zeroshard import Engine
+from zeroshard import Engine, deepspeed
 from zeroshard.engine import simulated_changes
 from zeroshard.engine.run_description import describe
 from zeroshard.memory.storage import resize
@@ -94,6 +95,18 @@ def test_inputs_by_place_and_by_name_are_described_by_name():
         engine(torch.ones(2, 8), mask=torch.ones(8))
         expected = {"x": torch.ones(2, 8), "mask": torch.ones(8)}
         assert describe(engine).batch == (shapes_of(expected), None)
+
+
+@on_ranks(1)
+def test_the_optimizer_of_a_program_of_deepspeed_is_described():
+    """Its engine shows another object."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    with deepspeed.initialize(model=model, optimizer=optimizer, config=kit.config())[0] as engine:
+        engine(torch.ones(2, 8))
+        kind, defaults = pickle.loads(describe(engine).optimizer)
+    assert kind is torch.optim.AdamW
+    assert defaults["lr"] == 0.5
 
 
 @on_ranks(1)

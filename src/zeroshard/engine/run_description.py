@@ -69,8 +69,10 @@ def describe(engine: Any) -> RunDescription:
     unknown = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Unknown)]
     if unknown:
         raise NotDescribable(f"the model got an object of class {unknown[0].kind}")
+    updates = engine.runtime.optimizer  # engine.optimizer may be the one that DeepSpeed's API shows
+    optimizer = None if updates is None else updates.inner
     run = replace(
-        described(module, engine.loaded, engine.optimizer, engine.mesh, engine.device),
+        described(module, engine.loaded, optimizer, engine.mesh, engine.device),
         batch=batch,
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         accumulation=engine.accumulation.steps,
