@@ -19,6 +19,7 @@ from zeroshard.engine.run_description import RunDescription
 from zeroshard.engine.simulated_changes import PROCESS, Question, StatesQuestion
 from zeroshard.errors import UsageError
 from zeroshard.launch.alone import run_alone
+from zeroshard.parallel import pickled_model
 from zeroshard.parallel.pickled_model import NotDescribable, pickled
 from zeroshard.planner.changes import changed_keys
 from zeroshard.planner.failed_run import ACCUMULATION, answer, least_of_each, planned
@@ -185,6 +186,17 @@ def test_a_model_that_cannot_be_pickled_is_named():
         NotDescribable, match=r"cannot be pickled \(TypeError: cannot pickle '_thread.lock'"
     ):
         described(model, torch.ones(1))
+
+
+def test_a_model_that_holds_data_is_not_copied(monkeypatch):
+    """Tensors have no values in the copy, whatever their size."""
+    model = Chain(WIDTH, 1)
+    model.register_buffer("table", torch.empty(1 << 20))
+    monkeypatch.setattr(pickled_model, "MOST_NBYTES", 1 << 20)
+    assert len(pickled(model)) < 1 << 16
+    model.data = bytes(1 << 20)
+    with pytest.raises(NotDescribable, match="it holds more than 1 MiB besides tensors"):
+        pickled(model)
 
 
 def test_only_shapes_of_inputs_are_remembered():
