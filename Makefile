@@ -21,6 +21,8 @@ PIP   := $(BIN)/python -m pip install
 # One thread per rank: several ranks share the cores of this machine.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of interpreters; without compiled files each would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup train train-3d check test test-programs lint bench docs docs-config docs-compat clean
 

@@ -48,13 +48,16 @@ ENVIRON = {
 # ---------------------------------------------------------------- under a launcher
 
 
-def launched(*command: str, cwd: Path, limit_s: float = 150, **environ: str) -> str:
+def launched(
+    *command: str, cwd: Path, limit_s: float = 150, warm_ranks: bool = True, **environ: str
+) -> str:
     """The output of the program. The folder of ``deepspeed`` is first on its PYTHONPATH.
 
-    The launcher itself has imported torch already. The ranks that it starts are new interpreters.
+    The launcher itself has imported torch already. The ranks that it starts are copies of it, or with
+    ``warm_ranks=False`` new interpreters.
     """
     variables = {**os.environ, **ENVIRON, "PYTHONPATH": str(COMPAT), **environ}
-    done = warm_python.run(command, cwd=cwd, env=variables, timeout=limit_s)
+    done = warm_python.run(command, cwd=cwd, env=variables, timeout=limit_s, warm_ranks=warm_ranks)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-9000:]
     return done.stdout
 
@@ -91,7 +94,7 @@ def under_deepspeed_itself(program: Path, *runs: Sequence[str], cwd: Path, **env
     script = Path(__file__).with_name("on_deepspeed.py")
     return launched(
         *(*torchrun(2), str(script), str(program), *(json.dumps([*run]) for run in runs)),
-        cwd=cwd, limit_s=390, PYTHONPATH=SITE, **environ,
+        cwd=cwd, limit_s=390, warm_ranks=False, PYTHONPATH=SITE, **environ,
     )  # fmt: skip
 
 

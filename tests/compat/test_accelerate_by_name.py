@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from by_name import by_name, no_deepspeed_on_ranks, plain, rows, sharded, tiny  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader
@@ -575,8 +576,6 @@ except ImportError as error:
 
 @pytest.mark.parametrize("module", ["accelerate", "transformers"])
 def test_without_the_package_the_import_says_what_to_install(module):
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT.replace("NAME", module)], capture_output=True, text=True,
-        timeout=60, check=True,
-    )  # fmt: skip
+    command = [sys.executable, "-c", WITHOUT.replace("NAME", module)]
+    done = warm_python.run(command, cwd=Path.cwd(), env=os.environ, timeout=60)
     assert "pip install 'zeroshard[hf]'" in done.stdout

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
+import warm_python
 from programs import EXAMPLES, forget, with_deepspeed
 from torch import nn
 from torch.utils.data import DataLoader
@@ -666,11 +666,9 @@ LIGHTNING = {
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 def test_lightning_s_arguments_that_contradict_the_configuration(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "program.py"]
+    done = warm_python.run(command, cwd=tmp_path, env=environ, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("ANSWERS"))
     assert json.loads(line.removeprefix("ANSWERS")) == LIGHTNING

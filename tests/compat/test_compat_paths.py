@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import warm_python
 
 import zeroshard.compat
 from zeroshard.cli import compat as compat_cli
@@ -41,13 +42,15 @@ print(f"rank {engine.global_rank} of {engine.world_size} {deepspeed.__version__}
 
 
 def run(
-    *command: str, cwd: Path, path: str = "", **variables: str
+    *command: str, cwd: Path, path: str = "", warm: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
     env |= {"OMP_NUM_THREADS": "1", **variables}
     env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
     if path:
         env["PYTHONPATH"] = path
+    if warm:
+        return warm_python.run(command, cwd=cwd, env=env, timeout=100, warm_ranks=True)
     return subprocess.run(
         command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False
     )
@@ -72,7 +75,7 @@ def expect_two_ranks(done: subprocess.CompletedProcess[str], local_ranks: str) -
 
 def test_the_launcher_s_flag(program):
     words = ("-m", "zeroshard.cli.main", "launch", "--as-deepspeed", "--nproc", "2")
-    done = run(sys.executable, *words, str(program), cwd=program.parent)
+    done = run(sys.executable, *words, str(program), cwd=program.parent, warm=True)
     expect_two_ranks(done, "0 1")  # initialize() sets args.local_rank from the environment
 
 
@@ -91,7 +94,7 @@ def test_the_directory_alone(tmp_path):
 
 
 def test_the_report(tmp_path):
-    done = run(sys.executable, str(DIRECTORY / "bin" / "ds_report"), cwd=tmp_path)
+    done = run(sys.executable, str(DIRECTORY / "bin" / "ds_report"), cwd=tmp_path, warm=True)
     assert f"deepspeed {api_table.VERSION}: ZeroShard" in done.stdout
 
 
@@ -232,12 +235,13 @@ def test_one_that_wins_anyway_is_named(monkeypatch, capsys):
 def test_a_folder_beside_the_program_is_named(program):
     (program.parent / "deepspeed").mkdir()
     words = (sys.executable, "-m", "zeroshard.cli.main")
-    done = run(*words, "launch", "--as-deepspeed", "--nproc", "1", "program.py", cwd=program.parent)
+    launch = ("launch", "--as-deepspeed", "--nproc", "1", "program.py")
+    done = run(*words, *launch, cwd=program.parent, warm=True)
     assert (
         "'deepspeed' is in the directory of the script, so 'import deepspeed' imports it"
         in done.stderr
     )
-    done = run(*words, "compat", cwd=program.parent)
+    done = run(*words, "compat", cwd=program.parent, warm=True)
     assert (
         "'deepspeed' is imported instead of ZeroShard by programs in this directory" in done.stderr
     )
@@ -246,7 +250,7 @@ def test_a_folder_beside_the_program_is_named(program):
 def test_a_module_s_working_directory_counts_as_beside(program):
     (program.parent / "deepspeed.py").write_text("x = 1\n")
     words = ("-m", "zeroshard.cli.main", "launch", "--nproc", "1", "--module", "program")
-    done = run(sys.executable, *words, cwd=program.parent)
+    done = run(sys.executable, *words, cwd=program.parent, warm=True)
     assert "'deepspeed.py' is in the directory of the script" in done.stderr
 
 

@@ -79,6 +79,7 @@ def losses_of(stages: list[int | None], folder: Path) -> list[list[float]]:
         [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
          "program.py", json.dumps(stages)],
         cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=150,
+        warm_ranks=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("LOSSES")]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import warm_python
 
 from zeroshard.core.layout import ALIGNMENT
 
@@ -31,9 +33,7 @@ def lines(disk: Path) -> list[str]:
         *(sys.executable, "-m", "zeroshard.launch", "--nproc", str(RANKS)),
         *(str(EXAMPLE / "train.py"), "--smoke", "--nvme-path", str(disk)),
     ]
-    done = subprocess.run(
-        command, cwd=disk, capture_output=True, text=True, timeout=150, check=False
-    )
+    done = warm_python.run(command, cwd=disk, env=os.environ, timeout=150, warm_ranks=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return done.stdout.splitlines()
 
@@ -44,15 +44,10 @@ def matches(lines: list[str], pattern: str) -> list[re.Match[str]]:
 
 def numel_of_smoke() -> tuple[int, int]:
     """Elements and tensors of the smallest size."""
-    code = (
-        "import torch; from model import GPT2, SIZES\n"
-        "with torch.device('meta'): sizes = [p.numel() for p in GPT2(SIZES['smoke']).parameters()]\n"
-        "print(sum(sizes), len(sizes))"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=EXAMPLE, capture_output=True, text=True, check=True)
-    numel, tensors = map(int, done.stdout.split())
-    return numel, tensors
+    model = runpy.run_path(str(EXAMPLE / "model.py"))
+    with torch.device("meta"):
+        sizes = [p.numel() for p in model["GPT2"](model["SIZES"]["smoke"]).parameters()]
+    return sum(sizes), len(sizes)
 
 
 def test_the_loss_falls_with_every_step(lines: list[str]) -> None:

@@ -118,7 +118,7 @@ def test_plain_loop_in_fp16_under_our_launcher(tmp_path: Path, ddp_plain_loop: l
     text = launched(
         *(sys.executable, "-m", "zeroshard.cli.main", "launch", "--as-deepspeed", "--nproc", "2"),
         *(str(PLAIN_LOOP / "train.py"), *plain_loop_options(PLAIN_LOOP / "ds_config.json")),
-        cwd=tmp_path, PYTHONPATH="",
+        cwd=tmp_path, warm_ranks=False, PYTHONPATH="",
     )  # fmt: skip
     assert_losses(printed(text), ddp_plain_loop, relative=ROUNDED)
     assert printed(text, "scale") == STEPS * [2.0**12]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from checkpoint_model import open_engine, train
 from saved_runs import STAGE, equals_expected, everywhere, failure, keep_expected, saves
+from warm_python import WarmPython
 
 from zeroshard import Engine
 from zeroshard.checkpoint import directory as places
@@ -255,23 +256,18 @@ def run_program(root: Path, how: str) -> list[tuple[int, str]]:
         "WORLD_SIZE": str(RANKS),
         "LOCAL_WORLD_SIZE": str(RANKS),
     }
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(root), how],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        outputs = [program.communicate(timeout=60)[0] for program in programs]
-    finally:
-        for program in programs:
-            program.kill()
-            program.wait()
-    return [(program.returncode, out) for program, out in zip(programs, outputs, strict=True)]
+    with contextlib.ExitStack() as started:
+        programs = []
+        for rank in range(RANKS):
+            program = WarmPython(
+                [sys.executable, "-c", PROGRAM, str(root), how],
+                cwd=Path.cwd(),
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            started.callback(program.close)
+            programs.append(program)
+        outputs = ["".join(program.communicate(timeout=60)) for program in programs]
+        return [(program.returncode, out) for program, out in zip(programs, outputs, strict=True)]
 
 
 @pytest.mark.parametrize("how", CODES)

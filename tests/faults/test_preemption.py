@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from support import pipeline_models as models
 from torch import nn
+from warm_python import WarmPython
 
 from zeroshard import Engine
 from zeroshard.parallel import pipeline
@@ -70,18 +70,16 @@ print("hash", hashlib.sha256(values.encode()).hexdigest(), flush=True)
 """
 
 
-def start(folder: Path, stage: int, slow_at: int) -> subprocess.Popen[str]:
+def start(folder: Path, stage: int, slow_at: int) -> WarmPython:
     script, saves = folder / "train.py", folder / "saves"
     script.write_text(PROGRAM)
     saves.mkdir(exist_ok=True)
     words = ["--nproc", "2", "--preempt-save-s", "30", str(script), str(saves), str(stage)]
-    return subprocess.Popen(
+    return WarmPython(
         [sys.executable, "-m", "zeroshard.launch", *words, str(slow_at)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
         cwd=folder,
         env={k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
+        warm_ranks=True,
     )
 
 
@@ -102,14 +100,13 @@ def test_a_signal_while_a_rank_waits_loses_no_bit(tmp_path):
     time.sleep(0.5)
     run.send_signal(number)
     sent_s = time.monotonic()
-    _, errors = run.communicate(timeout=60)
+    _, errors = run.communicate(timeout=60)  # of ranks and their workers too, so all have ended
     assert run.returncode == 0, errors
     assert time.monotonic() - sent_s < 13  # 3 of which the slow rank sleeps
     assert f"ranks 0-1 ended with exit code 0 after {number.name}" in errors
     marker = json.loads((tmp_path / "saves" / "preempted").read_text())
     assert marker["signal"].startswith(number.name)
     assert 4 <= marker["step"] < 8
-    assert not subprocess.run(["pgrep", "-f", str(tmp_path / "train.py")], check=False).stdout
     rest, _ = start(tmp_path, stage, -1).communicate(timeout=100)
     assert said(rest, "starts at") == [f"starts at {marker['step']}"] * 2
     assert len(set(said(whole, "hash") + said(rest, "hash"))) == 1

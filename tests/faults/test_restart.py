@@ -64,7 +64,7 @@ def launched(folder, kill_at: int) -> subprocess.CompletedProcess[str]:
     launcher = folder / "launch.py"
     launcher.write_text(LAUNCH)
     command = [sys.executable, str(launcher), *words, str(script), str(saves), str(kill_at)]
-    return warm_python.run(command, timeout=120, cwd=folder, env=env)
+    return warm_python.run(command, timeout=120, cwd=folder, env=env, warm_ranks=True)
 
 
 def said(done: subprocess.CompletedProcess[str], word: str) -> list[str]:

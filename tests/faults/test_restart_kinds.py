@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import warm_python
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -33,6 +35,21 @@ FEWER = Case(
     ),
     (3, 2, 1),
 )
+
+
+@pytest.fixture(autouse=True)
+def warm_ranks(monkeypatch):
+    """Ranks are copies that have imported torch: these cases start about thirty.
+
+    A process that is left makes ``warm_python.run`` fail, because it holds the output open.
+    """
+
+    def run(command, *, env, stdout, timeout, **_):
+        done = warm_python.run(command, cwd=Path.cwd(), env=env, timeout=timeout, warm_ranks=True)
+        stdout.write(done.stdout + done.stderr)
+        return done
+
+    monkeypatch.setattr(restarts, "subprocess", SimpleNamespace(run=run, STDOUT=None))
 
 
 def outcome(case: Case, tmp_path: Path) -> restarts.Outcome:

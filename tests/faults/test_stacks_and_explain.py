@@ -113,7 +113,7 @@ def live(tmp_path_factory):
     (folder / "script.py").write_text(PROGRAM)
     os.mkfifo(folder / "gate")
     command = [*LAUNCH, "script.py", "wait", str(folder)]
-    launcher = WarmPython(command, cwd=folder, env=environment(folder))
+    launcher = WarmPython(command, cwd=folder, env=environment(folder), warm_ranks=True)
     gate = os.open(folder / "gate", os.O_RDWR)  # opening it does not wait for rank 1
     os.close(gate)
     with (folder / "gate").open("wb") as gate_of_rank_1:  # returns when rank 1 has come to it
@@ -251,9 +251,8 @@ def test_ranks_that_the_program_itself_connected_are_seen(kind, tmp_path):
 def ended(folder: Path, fault: str) -> str:
     """What ``explain`` says of a run that has ended by ``fault``."""
     (folder / "script.py").write_text(PROGRAM)
-    done = run(
-        [*LAUNCH, "script.py", fault, str(folder)], cwd=folder, env=environment(folder), timeout=60
-    )
+    command = [*LAUNCH, "script.py", fault, str(folder)]
+    done = run(command, cwd=folder, env=environment(folder), timeout=60, warm_ranks=True)
     assert done.returncode != 0
     assert not any(each.exists() for each in recordings_of(folder))
     code, out, err, _ = zeroshard(folder, "explain", "runs")
