@@ -179,8 +179,11 @@ def test_a_plan_reports_nothing_and_opens_no_monitor(run, tmp_path):
 
 AT_EXIT = """
 import atexit, pathlib, sys
-from nets_to_plan import plain
+import nets_to_plan
 atexit.register(pathlib.Path("exited").touch)
+def plain():
+    print("a model is built")
+    return nets_to_plan.plain()
 """
 
 
@@ -194,6 +197,7 @@ def test_a_program_that_planned_tells_all_and_ends_with_its_code(run, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 3, done.stderr
     assert json.loads(done.stdout)["fits"] is False
+    assert "a model is built" in done.stderr
     assert (tmp_path / "exited").exists()
 
 

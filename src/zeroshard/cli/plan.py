@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from enum import Enum
@@ -142,8 +143,9 @@ def plan_command(
     if fit is None and fit_axes is not None:
         with errors_told():
             raise UsageError("--fit-axes says what --fit may choose, which is not given.")
+    # The model's own prints are no part of the answer, which may be JSON.
     if fit is not None:
-        with errors_told():
+        with errors_told(), contextlib.redirect_stdout(sys.stderr):
             if batch is not None:
                 raise UsageError("--fit chooses the micro-batch. Leave --batch out.")
             axes = None if fit_axes is None else read_axes(fit_axes)
@@ -159,7 +161,7 @@ def plan_command(
             show_fit(searched, plan_console())
         raise typer.Exit(0 if searched.chosen is not None else DOES_NOT_FIT)
     kind: Target | None = None if target is None else target.value
-    with errors_told():
+    with errors_told(), contextlib.redirect_stdout(sys.stderr):
         computer = None if machine is None else load_machine(machine)
         if batch == "max":
             found = plan_of_largest_batch(
