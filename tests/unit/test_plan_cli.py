@@ -57,6 +57,12 @@ class Words(nn.Module):
 def words():
     return Words()
 
+def layers():
+    from zeroshard.deepspeed.layer_specs import LayerSpec
+    from zeroshard.deepspeed.pipeline_module import PipelineModule
+    specs = [LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(4)]
+    return PipelineModule(specs, num_stages=2, loss_fn=nn.functional.mse_loss), (batch(), batch())
+
 def item():
     def scaled(y):
         return y * y.sum().item()
@@ -175,6 +181,15 @@ def test_a_plan_reports_nothing_and_opens_no_monitor(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == json.loads(plain.stdout)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_pipeline_module_is_planned_with_the_layers_of_each_rank(run):
+    keys = {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": 2}
+    result = run("nets_to_plan:layers", "--json", **keys)
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert [stage["params_numel"] for stage in plan["pipeline_stages"]] == [PARAMS] * 2
+    assert "the model is built with its own layers only on each rank" in plan["assumed"]
 
 
 AT_EXIT = """

@@ -64,7 +64,7 @@ def model_source(
         UsageError: there is none of that name, it returns something else, or it has no positions for a
             sample of ``length`` tokens.
     """
-    cut = "1F1B", 0
+    cut, how = ("1F1B", 0), "under zero.Init (stage 3)" if sharded else "whole on each rank"
     config: Any = None
     tables: Sequence[int] = ()
     if ":" in name or name.endswith(".py"):
@@ -76,6 +76,8 @@ def model_source(
         first = (lambda: _first(build())) if isinstance(made, tuple) else build
         if isinstance(model := _first(made), PipelineModel):
             cut = model.schedule, len(model.stages)
+            if model.kept is not None:  # a PipelineModule
+                how = "with its own layers only on each rank"
         if not isinstance(_first(made), nn.Module):
             raise UsageError(
                 f"{name} returned {type(made).__name__}. It must return a model, or a model and a batch."
@@ -111,7 +113,6 @@ def model_source(
             ),
         )
     pair = batch if isinstance(batch, tuple) else (batch, None)
-    how = "under zero.Init (stage 3)" if sharded else "whole on each rank"
     whole = (lambda: recomputing(first())) if checkpointing else first
     if stages > 1:
         assumed += ("a model that is not cut already has equal numbers of blocks on each stage",)
