@@ -188,7 +188,7 @@ def test_a_pipeline_module_is_planned_with_the_layers_of_each_rank(run):
     result = run("nets_to_plan:layers", "--json", **keys)
     assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)
-    assert [stage["params_numel"] for stage in plan["pipeline_stages"]] == [PARAMS] * 2
+    assert [stage["parameters"] for stage in plan["pipeline_stages"]] == [PARAMS] * 2
     assert "the model is built with its own layers only on each rank" in plan["assumed"]
 
 
