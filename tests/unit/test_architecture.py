@@ -8,6 +8,7 @@ test, which reports every file that breaks it.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -85,7 +86,11 @@ OPTIONAL = {
     "transformers", "wandb",
 }  # fmt: skip
 
-TREES = {path: ast.parse(path.read_text(), str(path)) for path in sorted(SRC.rglob("*.py"))}
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """All files, parsed. Not when this file is imported: every process that collects tests imports it."""
+    return {path: ast.parse(path.read_text(), str(path)) for path in sorted(SRC.rglob("*.py"))}
 
 
 def layer_of(path: Path) -> str:
@@ -223,7 +228,7 @@ def documented_layers(text: str) -> list[set[str]]:
 
 def offenders(check: Callable[[Path, ast.Module], object]) -> dict[str, object]:
     """File -> what ``check`` found in it, for every file in which it found something."""
-    found = {str(path.relative_to(SRC)): check(path, tree) for path, tree in TREES.items()}
+    found = {str(path.relative_to(SRC)): check(path, tree) for path, tree in trees().items()}
     return {path: problems for path, problems in found.items() if problems}
 
 
@@ -329,18 +334,18 @@ def test_unplain_words_are_found(text, found):
 
 
 def test_every_package_has_a_layer():
-    assert {layer_of(path) for path in TREES} <= set(HEIGHT) | {"testing"}
+    assert {layer_of(path) for path in trees()} <= set(HEIGHT) | {"testing"}
 
 
 def test_contributing_lists_the_layers():
-    there = {layer_of(path) for path in TREES}
+    there = {layer_of(path) for path in trees()}
     layers = [names & there for names in LAYERS if names & there]
     assert documented_layers((ROOT / "CONTRIBUTING.md").read_text()) == layers
 
 
 def test_modules_do_not_import_each_other_in_a_cycle():
     """Imports for type checking and imports inside functions count too."""
-    graph = import_graph({module_of(path): tree for path, tree in TREES.items()})
+    graph = import_graph({module_of(path): tree for path, tree in trees().items()})
     assert cycle_in(graph) == []
 
 
