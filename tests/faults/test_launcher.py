@@ -59,25 +59,15 @@ def env(tmp_path_factory) -> dict[str, str]:
 def launch(folder, env):
     """Run ``zeroshard launch OPTIONS SCRIPT ARGS`` to its end; ``body`` becomes ``script.py``.
 
-    ``cold``: in a new interpreter, as a user does. Otherwise in one that has imported torch, and with
-    ``warm_ranks`` the ranks are copies of it.
+    ``cold``: in a new interpreter, as a user does. Otherwise in one that has imported torch.
     """
 
-    def launched(
-        *words: str,
-        body: str | None = None,
-        cold: bool = False,
-        warm_ranks: bool = False,
-        **extra: str,
-    ) -> Outcome:
+    def launched(*words: str, body: str | None = None, cold: bool = False, **extra: str) -> Outcome:
         if body is not None:
             (folder / "script.py").write_text(body)
             words = (*words, "script.py")
         where: dict[str, Any] = {"cwd": folder, "env": {**env, **extra}, "timeout": 60}
-        if cold:
-            start = partial(subprocess.run, capture_output=True, text=True)
-        else:
-            start = partial(run, warm_ranks=warm_ranks)
+        start = partial(subprocess.run, capture_output=True, text=True) if cold else run
         return Outcome(start([*LAUNCH, *words], **where))
 
     return launched
@@ -217,8 +207,7 @@ def test_the_pid_file_is_there_while_the_launcher_runs(running, folder):
 
 def test_outputs_of_each_rank_go_to_their_own_file(launch, folder):
     body = RANK + "print('out', rank); print('err', rank, file=sys.stderr)"
-    words = ("--nproc", "2", "--enable_each_rank_log", "logs")
-    done = launch(*words, body=body, warm_ranks=True)
+    done = launch("--nproc", "2", "--enable_each_rank_log", "logs", body=body)
     texts = [sorted((folder / f"logs/rank{r}.log").read_text().splitlines()) for r in (0, 1)]
     assert texts == [["err 0", "out 0"], ["err 1", "out 1"]]
     assert (done.out, done.err) == ("", "")
@@ -257,8 +246,7 @@ def test_a_survivor_shows_its_program_and_the_diagnosis_and_no_frame_of_a_librar
         "    engine.backward(engine(torch.ones(1, 4)).sum())\n"
         "    engine.step()\n"
     )
-    words = ("--nproc", "2", "--enable_each_rank_log", "logs")
-    done = launch(*words, body=body, warm_ranks=True)
+    done = launch("--nproc", "2", "--enable_each_rank_log", "logs", body=body)
     assert done.said[0] == "rank 1 raised ValueError: boom (exit code 1)."
     text = (folder / "logs/rank0.log").read_text()
     assert text.count("Traceback") == 1
