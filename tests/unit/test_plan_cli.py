@@ -57,12 +57,6 @@ class Words(nn.Module):
 def words():
     return Words()
 
-def layers():
-    from zeroshard.deepspeed.layer_specs import LayerSpec
-    from zeroshard.deepspeed.pipeline_module import PipelineModule
-    specs = [LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(4)]
-    return PipelineModule(specs, num_stages=2, loss_fn=nn.functional.mse_loss), (batch(), batch())
-
 def item():
     def scaled(y):
         return y * y.sum().item()
@@ -115,6 +109,12 @@ def no_kernel():
         library.impl("no_kernel", lambda x: x.clone(), "CPU")
         KEPT.append(library)
     return Net(torch.ops.plan_tests.no_kernel), (batch(), None)
+
+def layers():
+    from zeroshard.deepspeed.layer_specs import LayerSpec
+    from zeroshard.deepspeed.pipeline_module import PipelineModule
+    specs = [LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(4)]
+    return PipelineModule(specs, num_stages=2, loss_fn=nn.functional.mse_loss), (batch(), batch())
 
 KEPT = []
 """
