@@ -6,9 +6,13 @@ One that runs out of memory is a false "fits".
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules that CPU and GPU benchmarks share
 
 from comparability import Row
 from shapes import SHAPES

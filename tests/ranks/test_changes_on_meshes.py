@@ -8,8 +8,7 @@ import kit
 import pytest
 import torch
 import torch.distributed as dist
-from ranks.test_out_of_memory import Limited
-from support.remedies import Block, applied
+from support.remedies import Block, Limited, applied
 from torch import Tensor, nn
 
 from zeroshard import Engine

@@ -10,14 +10,13 @@ import kit
 import pytest
 import torch
 import torch.distributed as dist
-from support.remedies import Chain, applied
+from support.remedies import Chain, Limited, applied
 from torch import Tensor, nn
 
 from zeroshard import Engine, deepspeed
 from zeroshard.engine import simulated_changes
 from zeroshard.engine.run_description import describe
 from zeroshard.memory.storage import resize
-from zeroshard.planner.allocations import Allocations
 from zeroshard.testing import on_ranks
 from zeroshard.zero import unit
 from zeroshard.zero.input_shapes import shapes_of
@@ -149,22 +148,6 @@ SCENARIOS = {
     "both at stage 1": (1, 512, 96, 0.75),
 }
 """Stage, micro-batch, width, and the part of the peak for which there is memory."""
-
-
-class Limited(Allocations):
-    """Refuses allocations beyond a limit, as an allocator does."""
-
-    def __init__(self, limit: float = float("inf")) -> None:
-        super().__init__(lambda *_: None, real=True)
-        self.limit, self.peak = limit, 0
-
-    def _add(self, key: int, tensor: Tensor, nbytes: int, op: str, module: str) -> None:
-        super()._add(key, tensor, nbytes, op, module)
-        self.peak = max(self.peak, self._live)
-        if nbytes and self._live > self.limit:
-            raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {nbytes / 2**20:.2f} MiB."
-            )
 
 
 ARITHMETIC = {"trust": {"simulate_changes_s": 0}}

@@ -1,4 +1,4 @@
-"""What tests of printed changes share: a model that can recompute, and a change applied to a run."""
+"""What tests of printed changes share: a model that can recompute, changes applied, a limit of memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zeroshard.planner.allocations import Allocations
 from zeroshard.planner.changes import changed_keys, merged
 
 
@@ -55,3 +56,19 @@ def applied(line: str | None, config: dict[str, Any], model: nn.Module) -> dict[
     if line.startswith("model."):
         getattr(model, line.removeprefix("model.").removesuffix("()"))()
     return merged(config, changed_keys(line))
+
+
+class Limited(Allocations):
+    """Refuses allocations beyond a limit, as an allocator does."""
+
+    def __init__(self, limit: float = float("inf")) -> None:
+        super().__init__(lambda *_: None, real=True)
+        self.limit, self.peak = limit, 0
+
+    def _add(self, key: int, tensor: Tensor, nbytes: int, op: str, module: str) -> None:
+        super()._add(key, tensor, nbytes, op, module)
+        self.peak = max(self.peak, self._live)
+        if nbytes and self._live > self.limit:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {nbytes / 2**20:.2f} MiB."
+            )
