@@ -19,7 +19,7 @@ from zeroshard.engine.run_description import RunDescription
 from zeroshard.engine.simulated_changes import PROCESS, Question, StatesQuestion
 from zeroshard.errors import UsageError
 from zeroshard.launch.alone import run_alone
-from zeroshard.parallel import pickled_model
+from zeroshard.parallel import pickled_model, pipeline
 from zeroshard.parallel.pickled_model import NotDescribable, pickled
 from zeroshard.planner.changes import changed_keys
 from zeroshard.planner.failed_run import ACCUMULATION, answer, least_of_each, planned
@@ -197,6 +197,13 @@ def test_a_model_that_holds_data_is_not_copied(monkeypatch):
     model.data = bytes(1 << 20)
     with pytest.raises(NotDescribable, match="it holds more than 1 MiB besides tensors"):
         pickled(model)
+
+
+def test_a_pipeline_that_was_cut_before_says_so():
+    made = pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), split=["1"])
+    made.keep(0, 2)
+    with pytest.raises(NotDescribable, match="was cut before this engine"):
+        made.as_built()
 
 
 def test_only_shapes_of_inputs_are_remembered():

@@ -207,10 +207,11 @@ def run_of(engine: Any, activations: int) -> Run:
 
 def _checkpointing(model: nn.Module) -> str:
     """The line with which a model recomputes its activations; "" if it cannot, or does already."""
-    interval = getattr(model, "activation_checkpoint_interval", None)  # of a PipelineModule
-    if interval is not None:
-        return "" if interval else INTERVAL
-    model = model.inner if isinstance(model, PipelineModel) else model
+    if isinstance(model, PipelineModel):
+        interval = getattr(model, "activation_checkpoint_interval", None)  # of a PipelineModule
+        if interval is not None:
+            return "" if interval else INTERVAL
+        model = model.inner
     able = hasattr(model, "gradient_checkpointing_enable")
     able = able and getattr(model, "supports_gradient_checkpointing", True)
     return RECOMPUTE if able and not _is_checkpointing(model) else ""

@@ -194,11 +194,12 @@ class PipelineModel(nn.Module):
         """The whole model, pickled without values, or a function that makes it.
 
         Raises:
-            NotDescribable: it cannot be pickled.
+            NotDescribable: it cannot be pickled, or other stages were deleted before it was noted.
         """
         if isinstance(self._as_built, NotDescribable):
             raise self._as_built
-        assert self._as_built is not None
+        if self._as_built is None:
+            raise NotDescribable("the pipeline was cut before this engine was built")
         return self._as_built
 
     def keep(self, rank: int, ranks: int) -> None:
