@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zeroshard import moved
 from zeroshard.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -37,9 +36,6 @@ __all__ = [
     "parallel",
     "zero",
 ]
-
-
-moved.serve()
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,7 @@ SRC = Path(zeroshard.__file__).parent
 ROOT = Path(__file__).parents[2]
 
 LAYERS = [  # from the bottom
-    {"errors", "moved", "version"},
+    {"errors", "version"},
     {"core"},
     {"config", "memory"},
     {"device"},
@@ -55,7 +55,7 @@ OWNERS = {  # module, or prefix of modules: the layers that may import it
         "doctor",
         "testing",
     },
-    "torch": set(HEIGHT) - {"core", "config", "errors", "moved", "version"} | {"testing"},
+    "torch": set(HEIGHT) - {"core", "config", "errors", "version"} | {"testing"},
     "pydantic": {"config", "checkpoint"},
     "typer": {"cli", "launch"},
     "pytest": {"testing"},
@@ -315,8 +315,7 @@ def unplain_texts(tree: ast.Module) -> list[tuple[int, str]]:
 
 
 def test_messages_are_in_plain_words():
-    names = SRC / "moved.py"  # lists the old names
-    assert offenders(lambda path, tree: path != names and unplain_texts(tree)) == {}
+    assert offenders(lambda path, tree: unplain_texts(tree)) == {}
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard import moved
 from zeroshard.checkpoint.directory import check_directory
 from zeroshard.comm.dtensors import whole_of
 from zeroshard.comm.mesh_objects import mesh_sources
@@ -989,11 +988,3 @@ class Engine(nn.Module):
         self.close("" if cause is None or ended else in_short(cause))
         if found is not None:
             raise found from error
-
-    if not TYPE_CHECKING:  # old names, for one release: see zeroshard/moved.py
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError as error:
-                return moved.attribute_of_engine(self, name, error)
