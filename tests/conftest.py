@@ -11,8 +11,16 @@ from zeroshard.testing import leak_check
 from zeroshard.testing.ranks import pool
 
 
-def pytest_collection_modifyitems(items):
-    """If any test needs it, let the fork server import torch while the first tests run."""
+def pytest_collection_modifyitems(config, items):
+    """Leave tests out that only ``make test-full`` runs.
+
+    If any test needs it, let the fork server import torch while the first tests run.
+    """
+    if os.environ.get("ZEROSHARD_TEST_ALL") != "1":
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker("full")]
     if any(hasattr(getattr(item, "obj", None), "rank_body") for item in items):
         pool().warm()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from support.covering import covering
+from support.covering import covering, each_value
 from support.edge_case_models import Case
 from support.mesh_runs import (
     CLIP,
@@ -70,7 +70,7 @@ def recomputes(mesh: Mesh, stage: int, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "mesh", "kind"),
-    covering([*itertools.product((0, 1, 2, 3), (PIPELINE, TENSOR), ("reentrant", "other"))]),
+    each_value([*itertools.product((0, 1, 2, 3), (PIPELINE, TENSOR), ("reentrant", "other"))]),
     ids=str,
 )
 @on_ranks(4)
@@ -211,7 +211,7 @@ def check_16_bit(mesh: Mesh, stage: int, precision: str, rtol: float, **cut: Any
 
 @pytest.mark.parametrize(
     ("stage", "precision", "mesh", "when"),
-    covering(
+    each_value(
         [
             (stage, precision, mesh, when)
             for stage, precision in itertools.product((0, 1, 2, 3), ("bf16", "fp16"))

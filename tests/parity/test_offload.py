@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from compare import CASES, trained
-from support.covering import covering
+from support.covering import covering, each_value
 from support.parity import assert_bit_equal
 
 from zeroshard import Engine
@@ -116,7 +116,7 @@ def combined(trainings: list[tuple]) -> list[tuple]:
         for training, stage in itertools.product(trainings, (1, 2, 3))
         for store in stores(Path(), stage)
     ]
-    for training, stage, store in covering(table):
+    for training, stage, store in each_value(table):
         rows.setdefault((training, stage), []).append(store)
     return [(*training, stage, tuple(found)) for (training, stage), found in rows.items()]
 
@@ -175,7 +175,7 @@ def check_gradients_on_disk(
 
 GRID = pytest.mark.parametrize(
     ("stage", "precision", "accumulation"),
-    covering([*itertools.product((1, 2, 3), ("fp32", "bf16", "fp16"), (1, 2))]),
+    each_value([*itertools.product((1, 2, 3), ("fp32", "bf16", "fp16"), (1, 2))]),
 )
 DIAGONAL = pytest.mark.parametrize(
     ("precision", "accumulation"), [("fp32", 1), ("bf16", 2), ("fp16", 1)]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from compare import STAGES
 from kit import config
 from support import edge_case_models
+from support.covering import each_value
 from support.parity import (
     adamw,
     assert_bit_equal,
@@ -48,9 +49,15 @@ def plain(name, *, accumulation=1, clip=0.1):
     return reference_run(case, adamw(), batches, clip=clip, precision="fp64")
 
 
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    ("name", "accumulation"), [("transformer", 1), ("transformer", 3), ("experts", 1), ("tied", 1)]
+    ("name", "accumulation", "stage"),
+    each_value(
+        [
+            (*training, stage)
+            for training in (("transformer", 1), ("transformer", 3), ("experts", 1), ("tied", 1))
+            for stage in STAGES
+        ]
+    ),
 )
 @on_ranks(4)
 def test_two_replicas_of_two_shards_equal_one_plain_process(name, accumulation, stage):

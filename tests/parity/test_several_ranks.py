@@ -8,7 +8,7 @@ import kit
 import pytest
 import torch
 from compare import CASES, COMBINATIONS, HALVES, STAGES, check_stages, oracle, stages_of, trained
-from support.covering import covering
+from support.covering import covering, each_value
 from support.parity import assert_bit_equal
 
 from zeroshard.testing import on_ranks
@@ -19,7 +19,9 @@ TRAININGS = [c for c in COMBINATIONS if c != ("bf16", 3)]
 
 
 @pytest.mark.parametrize(
-    ("name", "training", "half"), covering([*itertools.product(CASES, TRAININGS, HALVES)]), ids=str
+    ("name", "training", "half"),
+    each_value([*itertools.product(CASES, TRAININGS, HALVES)]),
+    ids=str,
 )
 @on_ranks(2)
 def test_two_ranks_equal_one_process(name, training, half):

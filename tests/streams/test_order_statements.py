@@ -184,7 +184,17 @@ def shows_mistake(scenario: Scenario, statement: Statement) -> bool:
     return bool(outcome.findings) or outcome.is_equal is False
 
 
-@pytest.mark.parametrize("row", SHOWN, ids=lambda row: f"{row[1]}: {row[2]}")
+FIRST_OF_FILE = {row[0]: row for row in reversed(SHOWN)}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=() if row in FIRST_OF_FILE.values() else pytest.mark.full)
+        for row in SHOWN
+    ],
+    ids=lambda row: f"{row[1]}: {row[2]}",
+)
 @on_ranks(1, group=False)
 def test_without_it_a_mistake_is_found(row):
     *which, scenario = row
