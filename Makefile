@@ -6,8 +6,11 @@ PYTHON     ?= python3
 TRITON     ?= 3.9.0
 RANKS      ?= 2
 ARGS       ?=
-# Test files that run at the same time: many tests wait, for a limit of time or another process.
+# Test files that run at the same time. Tests of faults mostly wait, for a limit of time or another process.
 WORKERS    ?= 2
+FAULT_WORKERS ?= 4
+# Seconds of CPU that `make test` may take, of a reference processor (tools/cpu_limit.py).
+CPU_LIMIT  ?= 1500
 # What the extra "monitor" names in pyproject.toml.
 TRACKERS   := tensorboard wandb trackio mlflow-skinny sqlalchemy alembic
 # Seconds. Types and tests together, which is what .ci/run does, end within 5100 s.
@@ -31,6 +34,7 @@ help:
 	@echo "make train-3d     train it over pipeline 2 x data 2 x tensor 2 ranks, and compare with one rank"
 	@echo "make check        style, format, types and the smoke tests, for every commit"
 	@echo "make test         run every test (ARGS='tests/unit -k layout')"
+	@echo "make test-full    run every row of every table of tests, about an hour"
 	@echo "make test-programs  install TRL, LLaMA-Factory, ms-swift and DeepSpeed, and run their programs"
 	@echo "make lint         check style, format and types"
 	@echo "make bench        measure beside other libraries, a quarter of an hour (ARGS='--only a1')"
@@ -66,8 +70,24 @@ check: lint
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest -m smoke \
 		$$(grep -rl --include='test_*.py' 'pytest\.mark\.smoke' tests) $(ARGS)
 
+PYTEST := timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest --dist loadfile
+
+# With ARGS only these tests run, and their CPU time is not limited.
 test: $(READY) .trackers/.ready
-	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	$(BIN)/python tools/cpu_limit.py $(CPU_LIMIT) $(MAKE) --no-print-directory all-tests
+else
+	$(PYTEST) -n $(WORKERS) $(ARGS)
+endif
+
+.PHONY: all-tests test-full
+all-tests:
+	$(PYTEST) -n $(FAULT_WORKERS) tests/faults
+	$(PYTEST) -n $(WORKERS) --ignore=tests/faults tests
+
+# All rows of all tables: evidence for a release, and for what `make test` samples.
+test-full: $(READY) .trackers/.ready
+	ZEROSHARD_TEST_ALL=1 $(MAKE) --no-print-directory all-tests TEST_LIMIT=10000
 
 # Apart from .venv: Trainer and Accelerate report to every tracker that they can import.
 .trackers/.ready: $(READY)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from zeroshard.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

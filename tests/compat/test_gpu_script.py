@@ -126,6 +126,7 @@ def real(run_process: Callable[..., object]) -> Callable[..., tuple[str, str, in
     return call
 
 
+@pytest.mark.full
 def test_a_rehearsal_goes_through_every_step(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_rehearsal_goes_through_every_step(
     assert not list(tmp_path.glob("*.json"))
 
 
+@pytest.mark.full
 def test_on_the_pretended_device_all_checks_hold_and_nothing_is_found(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +167,7 @@ LEFT_TO_STREAM_TESTS = ("sanitizer",)
 """``tests/streams`` has these programs, with all settings."""
 
 
+@pytest.mark.full
 def test_a_step_without_time_left_says_so() -> None:
     done = script("--rehearse", "--only", "waits", "--minutes", "0.1")
     assert "--only waits runs it" in done.stdout

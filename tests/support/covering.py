@@ -30,7 +30,7 @@ def each_value(rows: Sequence[Row]) -> list[Row]:
 
 
 def sampled(rows: Sequence[Any], every: int) -> list[Any]:
-    """Parameters for ``parametrize``: ``make test`` runs one of ``every`` rows, ``make test-full`` all."""
+    """Parameters for ``parametrize``: ``make test`` runs one of ``every``, ``make test-full`` all."""
     return [
         pytest.param(
             *(row if isinstance(row, tuple) else (row,)),
