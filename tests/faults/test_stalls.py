@@ -170,7 +170,7 @@ CALLS = {
         ("gather 'blocks.1, read'", "in access"),
     ),
     "generate": (
-        lambda e, _: lambda: e.generate(torch.ones(2, 8)),
+        lambda e, _: lambda: e.module.generate(torch.ones(2, 8)),
         ("gather 'blocks.", "in generate"),
     ),
     "save": (lambda e, to: lambda: e.save_checkpoint(to), ("meeting 'planning it'", "in save")),

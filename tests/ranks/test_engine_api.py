@@ -554,16 +554,15 @@ def test_last_step_tells_norms_lr_and_scale(stage):
         assert engine.was_step_applied()
 
 
-def test_what_the_engine_lacks_comes_from_the_model():
+def test_the_engine_is_a_module_and_does_not_answer_for_its_model():
     model = CASE.build()
     model.generate = lambda: "text"
     with open_engine(model=model) as engine:
         assert isinstance(engine, nn.Module)
-        assert engine.generate() == "text"
-        assert engine.blocks is model.blocks
+        assert engine.module.generate() == "text"
         assert len(list(engine.parameters())) == len(list(model.parameters()))
-        with pytest.raises(AttributeError, match="no attribute 'generat'"):
-            _ = engine.generat
+        with pytest.raises(AttributeError, match="no attribute 'generate'"):
+            _ = engine.generate
 
 
 def test_train_and_eval_reach_the_model_and_return_the_engine():
