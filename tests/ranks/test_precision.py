@@ -238,7 +238,7 @@ def test_fp16_autocast_scales_the_loss_too():
             engine.step()
         assert engine.last_step.loss_scale == 8.0
         assert engine.last_step.skipped
-        assert engine.loss_scale() == 4.0
+        assert float(engine.scaler.scale) == 4.0
 
 
 def test_auto_cast_casts_floating_inputs_only():

@@ -9,6 +9,7 @@ import torch
 from loops import STAGES, adamw, assert_close, data, loss_of, open_engine, own_data, plain, train
 from torch.optim import lr_scheduler
 
+from zeroshard.deepspeed.getters import GETTERS
 from zeroshard.testing import on_ranks
 
 SGD = {"type": "SGD", "params": {"lr": 0.5}}
@@ -87,7 +88,7 @@ def test_one_cycle_moves_the_momentum():
     with open_engine(1, optimizer={"type": "AdamW"}, **keys) as engine:
         found = []
         for micros in own_data(engine, 4):
-            found.append(engine.get_mom()[0][0])
+            found.append(GETTERS["get_mom"](engine)[0][0])
             train(engine, [micros])
     assert found == pytest.approx([0.8, 0.85, 0.8, 0.85])
 
