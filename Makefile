@@ -15,7 +15,8 @@ CPU_LIMIT  ?= 1500
 TRACKERS   := tensorboard wandb trackio mlflow-skinny sqlalchemy alembic
 # Seconds. Types and tests together, which is what .ci/run does, end within 5100 s.
 TYPE_LIMIT ?= 500
-TEST_LIMIT ?= 4600
+TEST_LIMIT ?= 3500
+FAULT_LIMIT ?= 1100
 
 BIN   := .venv/bin
 READY := .venv/.ready
@@ -70,20 +71,21 @@ check: lint
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest -m smoke \
 		$$(grep -rl --include='test_*.py' 'pytest\.mark\.smoke' tests) $(ARGS)
 
-PYTEST := timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest --dist loadfile
+PYTEST := $(BIN)/python -m pytest --dist loadfile
+WITHIN := timeout --kill-after=30
 
 # With ARGS only these tests run, and their CPU time is not limited.
 test: $(READY) .trackers/.ready
 ifeq ($(strip $(ARGS)),)
 	$(BIN)/python tools/cpu_limit.py $(CPU_LIMIT) $(MAKE) --no-print-directory all-tests
 else
-	$(PYTEST) -n $(WORKERS) $(ARGS)
+	$(WITHIN) $(TEST_LIMIT) $(PYTEST) -n $(WORKERS) $(ARGS)
 endif
 
 .PHONY: all-tests test-full
 all-tests:
-	$(PYTEST) -n $(FAULT_WORKERS) tests/faults
-	$(PYTEST) -n $(WORKERS) --ignore=tests/faults tests
+	$(WITHIN) $(FAULT_LIMIT) $(PYTEST) -n $(FAULT_WORKERS) tests/faults
+	$(WITHIN) $(TEST_LIMIT) $(PYTEST) -n $(WORKERS) --ignore=tests/faults tests
 
 # All rows of all tables: evidence for a release, and for what `make test` samples.
 test-full: $(READY) .trackers/.ready
