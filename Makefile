@@ -89,7 +89,7 @@ all-tests:
 
 # All rows of all tables: evidence for a release, and for what `make test` samples.
 test-full: $(READY) .trackers/.ready
-	ZEROSHARD_TEST_ALL=1 $(MAKE) --no-print-directory all-tests TEST_LIMIT=10000
+	ZEROSHARD_TEST_ALL=1 $(MAKE) --no-print-directory all-tests TEST_LIMIT=10000 FAULT_LIMIT=3000
 
 # Apart from .venv: Trainer and Accelerate report to every tracker that they can import.
 .trackers/.ready: $(READY)
