@@ -131,7 +131,7 @@ class LocalState:
             for fragment in chunk.fragments:
                 at = chunk.begin + fragment.at
                 skip, stop = max(0, low - at), min(fragment.numel, high - at)
-                flat = fragment.value if name == VALUE else None
+                flat = fragment.of(chunk.master_C) if name == VALUE else None
                 if flat is None:
                     flat = self.optimizer.inner.state.get(fragment.value, {}).get(name)
                 slot = slot_of(shard.unit, fragment)
@@ -249,7 +249,7 @@ def _items(
 
 def is_shaped(name: str, value: object, fragment: OwnedFragment) -> bool:
     """Whether this state has the parameter's shape and is cut like the parameter. ``step`` never is."""
-    return isinstance(value, Tensor) and value.shape == fragment.value.shape and name != "step"
+    return isinstance(value, Tensor) and value.shape == fragment.shape and name != "step"
 
 
 def _shaped(optimizer: ShardedOptimizer, fragments: Iterable[OwnedFragment]) -> list[str]:

@@ -201,7 +201,8 @@ class Loader:
             for fragment in chunk.fragments:
                 slot = slot_of(shard.unit, fragment)
                 if slot.fqn in self._names:
-                    self._read(slot, VALUE, fragment.begin, fragment.value.view(-1), trained=True)
+                    values = fragment.of(chunk.master_C).view(-1)
+                    self._read(slot, VALUE, fragment.begin, values, trained=True)
             chunk.write_param()
             if self._with_state:
                 self._fill_state(shard.unit, chunk)
@@ -282,7 +283,7 @@ def _place(
     if is_shaped(name, there, fragment):
         assert isinstance(there, Tensor)
         return there
-    return torch.empty_like(fragment.value)
+    return torch.empty_like(fragment.of(chunk.master_C))
 
 
 def _number(

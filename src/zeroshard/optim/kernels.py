@@ -35,6 +35,11 @@ def deciding_options(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     return row.options if row is not None else ()
 
 
+def steps_chunk_by_chunk(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` may be called for one chunk after another: known classes count by parameter."""
+    return type(optimizer).__module__.partition(".")[0] in ("torch", "zeroshard")
+
+
 def _is_fused(groups: _Groups) -> bool:
     return all(group.get("fused") and not group.get("differentiable") for group in groups)
 

@@ -344,10 +344,10 @@ def _state_shard(
         if value is None:
             continue
         place = fragment.of(shard_R[chunk.begin : chunk.begin + chunk.numel])
-        if isinstance(value, Tensor) and value.shape == fragment.value.shape:
+        if isinstance(value, Tensor) and value.shape == fragment.shape:
             place.copy_(value)
             present = 1
-        elif fragment.value.dim() == 0:
+        elif len(fragment.shape) == 0:
             place.copy_(torch.as_tensor(value))
             present = 1
         else:

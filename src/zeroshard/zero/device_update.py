@@ -17,8 +17,9 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.optim import triton_check
 from zeroshard.optim.fused_update import UpdateKernel
 from zeroshard.optim.triton_update import NAMES, DeviceFragment, TritonUpdate
+from zeroshard.zero.optimizer_object import OptimizerObject
 from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard
-from zeroshard.zero.updaters import OptimizerObject, OwnStep, StepInputs
+from zeroshard.zero.updaters import OwnStep, StepInputs
 
 _NO_SLOTS: frozenset[int] = frozenset()
 
@@ -160,7 +161,7 @@ class DeviceUpdate:
             for fragment in chunk.fragments:
                 if fragment.index not in skipped and not state.get(fragment.value):
                     state[fragment.value] = {
-                        name: torch.zeros_like(fragment.value)
+                        name: torch.zeros_like(fragment.of(chunk.master_C))
                         if name in kernel.shaped
                         else torch.zeros((), dtype=torch.float32, device=chunk.master_C.device)
                         for name in kernel.names

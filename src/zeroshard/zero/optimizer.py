@@ -42,11 +42,12 @@ from zeroshard.errors import UsageError
 from zeroshard.offload.async_update import AsyncUpdateWorker, PendingUpdates
 from zeroshard.offload.host_chunk import HostStaging
 from zeroshard.optim.fused_update import UpdateKernel
-from zeroshard.optim.kernels import deciding_options, kernel_of
+from zeroshard.optim.kernels import deciding_options, kernel_of, steps_chunk_by_chunk
 from zeroshard.zero import sharded_parameter
 from zeroshard.zero.device_update import DeviceUpdate, Part, may_update
 from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.life import Life
+from zeroshard.zero.optimizer_object import OptimizerObject, has_hooks, hook_counts, is_patched
 from zeroshard.zero.optimizer_shard import (
     GiveMemory,
     OptimizerChunk,
@@ -57,9 +58,9 @@ from zeroshard.zero.optimizer_shard import (
 )
 from zeroshard.zero.unit import Unit
 from zeroshard.zero.updaters import (
-    OptimizerObject,
     StepInputs,
     Updater,
+    WholeStep,
     choose_updater,
     overlap_copies,
 )
@@ -144,12 +145,19 @@ class ShardedOptimizer:
             for param in group["params"]
             if id(param) not in trained
         ]
+        place_of = {
+            id(p): at for group in inner.param_groups for at, p in enumerate(group["params"])
+        }
         groups: list[list[Tensor]] = [[] for _ in inner.param_groups]
-        for fragment in self._fragments():
+        for fragment in sorted(self._fragments(), key=lambda f: (place_of[id(f.param)], f.begin)):
             groups[fragment.group].append(fragment.value)
         rebind(inner, groups)
+        for shard in self.shards:
+            for chunk in shard.chunks:
+                chunk.guard(is_in_memory=shard.is_in_memory(chunk))
         self._num_groups = len(groups)
         self._object = OptimizerObject(inner, groups)
+        self._calls_several = False  # one step takes several calls of the optimizer's step
         self._guards = []
         self._worker = worker
         for shard in self.shards:
@@ -167,6 +175,7 @@ class ShardedOptimizer:
         self._deciding_options = deciding_options(inner)
         self._decided_on: list[object] = []  # the options for which the updaters were chosen
         self._kernel: UpdateKernel | None = None
+        self._is_whole = False
         self._turns: list[_Turn] = []
         self._device_updates: dict[int, DeviceUpdate] = {}
         self._choose_updaters()
@@ -207,7 +216,8 @@ class ShardedOptimizer:
         if self._options() != self._decided_on:
             self._choose_updaters()
         late: list[tuple[Unit, PendingUpdates | None]] = []
-        with contextlib.closing(self._walk_pages()) as pages:
+        several = self._object.several if self._calls_several else contextlib.nullcontext
+        with several(), contextlib.closing(self._walk_pages()) as pages:
             inputs = StepInputs(factor, found_inf, untouched or {}, pages)
             for turn in self._turns:
                 shard = turn.shard
@@ -238,11 +248,11 @@ class ShardedOptimizer:
             yield from self.pager.walk(pages)
 
     def _options(self) -> list[object]:
-        """What decides whether the fused update may run: options of the groups, and numbers of hooks."""
+        """What decides how ``step`` is called: options of the groups, numbers of hooks, another step."""
         inner = self.inner
         return [
-            len(inner._optimizer_step_pre_hooks),
-            len(inner._optimizer_step_post_hooks),
+            hook_counts(inner),
+            vars(inner).get("step"),
             *(group.get(name) for name in self._deciding_options for group in inner.param_groups),
         ]
 
@@ -250,12 +260,16 @@ class ShardedOptimizer:
         """Choose the updater of each chunk. Without ``anew``, only if the kernel has changed."""
         inner = self.inner
         self._decided_on = self._options()
-        pre_hooks, post_hooks = self._decided_on[:2]
-        hooked = pre_hooks != 1 or post_hooks != 0  # one refuses direct calls of step()
-        kernel = None if hooked else kernel_of(inner, compiles=self._compiles)
-        if self._turns and kernel == self._kernel and not anew:
+        is_own = has_hooks(inner) or is_patched(inner)  # the program sees how often step is called
+        kernel = None if is_own else kernel_of(inner, compiles=self._compiles)
+        is_whole = is_own or not steps_chunk_by_chunk(inner)
+        if self._turns and kernel == self._kernel and is_whole == self._is_whole and not anew:
             return
-        self._kernel = kernel
+        self._kernel, self._is_whole = kernel, is_whole
+        whole = WholeStep(self._object) if is_whole else None
+        self._calls_several = is_whole and not all(
+            shard.is_in_memory(chunk) for shard in self.shards for chunk in shard.chunks
+        )
         self._turns = []
         on_device = self._choose_device_updates(kernel)
         for shard, following in zip_longest(self.shards, self.shards[1:]):
@@ -264,7 +278,13 @@ class ShardedOptimizer:
                 updaters.append(on_device[id(shard)])
             updaters += [
                 choose_updater(
-                    shard, chunk, kernel, self._object, ledger=self.ledger, worker=self._worker
+                    shard,
+                    chunk,
+                    kernel,
+                    self._object,
+                    ledger=self.ledger,
+                    worker=self._worker,
+                    whole=whole,
                 )
                 for chunk in shard.chunks
                 if not may_update(chunk, kernel)

@@ -52,6 +52,7 @@ from zeroshard.optim import native_adam
 from zeroshard.optim.fragment_norms import norms_of
 from zeroshard.optim.fused_update import PIECE_NUMEL, sync_master_from_param
 from zeroshard.zero.gradients import GradBuffer, Norms
+from zeroshard.zero.master_piece import MasterPiece, PagedPiece
 from zeroshard.zero.unit import Unit, offloaded_error
 
 if TYPE_CHECKING:
@@ -69,10 +70,27 @@ class OwnedFragment:
     at: int
     numel: int
     value: Tensor  # what the optimizer sees: a view of the master
+    shape: torch.Size  # of ``value``
 
     def of(self, flat_C: Tensor) -> Tensor:
         """The fragment's part of a flat tensor ``[C]``, in the optimizer's shape."""
-        return flat_C[self.at : self.at + self.numel].view(self.value.shape)
+        return flat_C[self.at : self.at + self.numel].view(self.shape)
+
+
+@contextlib.contextmanager
+def opened(fragments: Sequence[OwnedFragment]) -> Iterator[None]:
+    """``value`` of the fragments is a plain tensor inside the block. At its end ``.grad`` is None."""
+    guards = [type(fragment.value) for fragment in fragments]
+    for fragment, guard in zip(fragments, guards, strict=True):
+        if issubclass(guard, MasterPiece):
+            fragment.value.__class__ = Tensor
+    try:
+        yield
+    finally:
+        for fragment, guard in zip(fragments, guards, strict=True):
+            fragment.value.grad = None
+            if issubclass(guard, MasterPiece):
+                fragment.value.__class__ = guard
 
 
 @dataclass(eq=False, slots=True)
@@ -138,7 +156,7 @@ class OptimizerChunk:
                 value = here.get(name)
                 if (
                     isinstance(value, Tensor)
-                    and value.shape == fragment.value.shape
+                    and value.shape == fragment.shape
                     and not storage.is_shared(value, flat_C)
                 ):
                     here[name] = fragment.of(flat_C).copy_(value)
@@ -148,6 +166,12 @@ class OptimizerChunk:
         if self.host_chunk is not None:
             self.host_chunk.sync_edits_from_device()
         self.sync_from_param()
+
+    def guard(self, *, is_in_memory: bool) -> None:
+        """Let what the program finds in the optimizer's groups refuse writes."""
+        for fragment in self.fragments:
+            if type(fragment.value) is Tensor:
+                fragment.value.__class__ = MasterPiece if is_in_memory else PagedPiece
 
     def write_param(self) -> None:
         """Round the master into the parameter, on host and device, after a write outside a step."""
@@ -200,6 +224,10 @@ class OptimizerShard:
         """Whether the update of all chunks runs asynchronously: all are in host memory, none on disk."""
         on_host = all(chunk.host_chunk is not None and chunk.page is None for chunk in self.chunks)
         return on_host and not self.unit.store.tier.only_in_use
+
+    def is_in_memory(self, chunk: OptimizerChunk) -> bool:
+        """Whether master and state of the chunk are always in memory."""
+        return chunk.page is None and not self.unit.store.tier.only_in_use
 
     def grad_on_host(self) -> HostGradStore:
         """The store for the reduced gradient if :attr:`is_updated_asynchronously`."""
@@ -469,6 +497,7 @@ def _make_chunk(
                 piece.at,
                 piece.numel,
                 value.detach(),
+                value.shape,
             )
         )
     return OptimizerChunk(

@@ -5,6 +5,8 @@ is built, and calls its ``step`` in each step.
 
 There are two ways to compute an update, with the same bits (ADR 0007). :class:`OwnStep` calls ``step`` of
 the optimizer object. :class:`FusedStep` makes one pass over memory. Both work where the chunk is stored.
+:class:`WholeStep` calls ``step`` once for all chunks that are in memory: what an optimizer of the program
+counts for a group or for itself then advances once.
 :class:`HostUpdater` and :class:`AsyncHostUpdater` copy the gradient from the device, run one of the two,
 and copy the parameter back. :class:`PagedUpdater` opens the chunk's page and runs any other updater.
 :class:`SimulatedStep` stands for a kernel where tensors are fake.
@@ -12,7 +14,8 @@ and copy the parameter back. :class:`PagedUpdater` opens the chunk's page and ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -23,12 +26,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.core.ledger import Ledger
-from zeroshard.errors import UsageError
 from zeroshard.offload.async_update import AsyncUpdateWorker, Wait
 from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer
 from zeroshard.offload.stores import has_copy_streams
 from zeroshard.optim.fused_update import FusedUpdate, UpdateKernel
-from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard
+from zeroshard.zero.optimizer_object import OptimizerObject
+from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, opened
 
 if TYPE_CHECKING:
     from zeroshard.offload.pager import Page
@@ -61,53 +64,6 @@ class Updater(Protocol):
         """
 
 
-class OptimizerObject:
-    """Calls ``step`` of the optimizer object on some fragments, and refuses calls of the program.
-
-    ``groups``: all fragments, by param group. The optimizer's groups list them between steps.
-    """
-
-    def __init__(self, inner: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
-        self.inner = inner
-        self._groups = [list(params) for params in groups]
-        self._runs = False
-        self._guard = inner.register_step_pre_hook(self._refuse_direct_step)
-
-    def step(self, members: Sequence[Sequence[Tensor]], found_inf: Tensor | None) -> None:
-        """Run ``step`` on ``members`` of each group. It changes nothing if ``found_inf`` is 1."""
-        inner = self.inner
-        if found_inf is not None:
-            inner.found_inf, inner.grad_scale = found_inf, None  # type: ignore[attr-defined]
-        for group, params in zip(inner.param_groups, members, strict=True):
-            group["params"] = params
-        self._runs = True
-        try:
-            inner.step()
-        finally:
-            self._runs = False
-            for group, params in zip(inner.param_groups, self._groups, strict=True):
-                group["params"] = params
-            if found_inf is not None:
-                del inner.found_inf, inner.grad_scale  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        """Let the program call ``step`` again. The groups have no parameters then."""
-        self._guard.remove()
-        self._groups.clear()
-        self.inner.state.clear()
-        for group in self.inner.param_groups:
-            group["params"] = []
-
-    def _refuse_direct_step(self, *_: object) -> None:
-        """Refuse ``step()`` calls of the program. Without ``.grad`` they would do nothing."""
-        if not self._runs:
-            raise UsageError(
-                "optimizer.step() was called directly. The gradients are sharded and belong to "
-                "the engine: call engine.step(), which also clips gradients and advances the "
-                "schedule."
-            )
-
-
 class OwnStep:
     """In place, with the optimizer's own ``step`` on the chunk's fragments."""
 
@@ -125,11 +81,14 @@ class OwnStep:
 
     def step(self, inputs: StepInputs) -> None:
         """See :class:`Updater`."""
-        shard = self._shard
-        skipped = inputs.untouched.get(id(shard.unit), _NO_SLOTS)
-        self._chunk.sync_from_param()
-        grad_C = shard.gradient_of(self._chunk)
+        grad_C, skipped = self.receive(inputs)
         self.run(grad_C, inputs.factor, skipped, inputs.found_inf)
+
+    def receive(self, inputs: StepInputs) -> tuple[Tensor, frozenset[int]]:
+        """Take over edits. Returns the gradient ``[C]``, and the slots that are left out."""
+        shard = self._shard
+        self._chunk.sync_from_param()
+        return shard.gradient_of(self._chunk), inputs.untouched.get(id(shard.unit), _NO_SLOTS)
 
     def run(
         self,
@@ -139,31 +98,95 @@ class OwnStep:
         found_inf: Tensor | None = None,
     ) -> None:
         """Update with ``grad_C * factor``. May overwrite ``grad_C``. ``skipped``: slots left out."""
-        chunk, master_C = self._chunk, self._chunk.master_C
-        if grad_C.dtype == master_C.dtype:
-            self._run(grad_C, factor, skipped, found_inf)
-        else:
-            with self._ledger.lend("update", master_C.nbytes):
-                self._run(grad_C.to(master_C.dtype), factor, skipped, found_inf)
-        chunk.adopt_state(self._optimizer.inner.state)
-        self._shard.has_new_state = True
+        with ExitStack() as during:
+            self.give(grad_C, factor, skipped, during)
+            members: list[list[Tensor]] = [[] for _ in self._optimizer.inner.param_groups]
+            for fragment in self._chunk.fragments:
+                if fragment.index not in skipped:
+                    members[fragment.group].append(fragment.value)
+            if any(members):
+                self._optimizer.step(found_inf, members)
+                self.take()
 
-    def _run(
-        self, grad_C: Tensor, factor: Tensor, skipped: frozenset[int], found_inf: Tensor | None
+    def give(
+        self, grad_C: Tensor, factor: Tensor, skipped: frozenset[int], during: ExitStack
     ) -> None:
-        chunk = self._chunk
-        grad_C.mul_(factor.to(grad_C.dtype))
-        members: list[list[Tensor]] = [[] for _ in self._optimizer.inner.param_groups]
+        """Set ``.grad`` of the fragments that take part to ``grad_C * factor``, until ``during`` ends."""
+        chunk, dtype = self._chunk, self._chunk.master_C.dtype
+        if grad_C.dtype != dtype:
+            during.enter_context(self._ledger.lend("update", chunk.master_C.nbytes))
+            grad_C = grad_C.to(dtype)
+        grad_C.mul_(factor.to(dtype))
+        during.enter_context(opened(chunk.fragments))
         for fragment in chunk.fragments:
             if fragment.index not in skipped:
                 fragment.value.grad = fragment.of(grad_C)
-                members[fragment.group].append(fragment.value)
-        if not any(members):
-            return
-        self._optimizer.step(members, found_inf)
-        for fragment in chunk.fragments:
-            fragment.value.grad = None
+
+    def take(self) -> None:
+        """After ``step`` of the optimizer: move new state, and round the masters."""
+        chunk = self._chunk
+        chunk.adopt_state(self._optimizer.inner.state)
         chunk.round_master_into_param()
+        self._shard.has_new_state = True
+
+
+class WholeStep:
+    """One call of the optimizer's ``step`` for all chunks in memory, in the turn of the first one."""
+
+    def __init__(self, optimizer: OptimizerObject) -> None:
+        self._optimizer = optimizer
+        self._parts: list[PartOfStep] = []
+        self._done: StepInputs | None = None
+
+    def part(self, own: OwnStep, host: HostUpdater | None) -> PartOfStep:
+        """The updater of one more chunk."""
+        self._parts.append(PartOfStep(self, own, host))
+        return self._parts[-1]
+
+    def run(self, inputs: StepInputs) -> None:
+        """Update all chunks, unless it was done in this step."""
+        if self._done is inputs:
+            return
+        self._done = inputs
+        for part in self._parts:
+            if part.host is not None:
+                part.host.begin(inputs)
+        with ExitStack() as during:
+            given = [part.give(inputs, during) for part in self._parts]
+            if all(given):
+                on_host = all(part.host is not None for part in self._parts)
+                self._optimizer.step(None if on_host else inputs.found_inf)
+                for part in self._parts:
+                    part.own.take()
+        for part in self._parts:
+            part.wait = None if part.host is None else part.host.send()
+
+
+class PartOfStep:
+    """The updater of a chunk whose update is part of a :class:`WholeStep`. ``host``: in host memory."""
+
+    def __init__(self, whole: WholeStep, own: OwnStep, host: HostUpdater | None) -> None:
+        self.own = own
+        self.host = host
+        self.wait: Wait | None = None
+        self._whole = whole
+
+    def step(self, inputs: StepInputs) -> Wait | None:
+        """See :class:`Updater`."""
+        self._whole.run(inputs)
+        return self.wait
+
+    def give(self, inputs: StepInputs, during: ExitStack) -> bool:
+        """Give the fragments their gradients. Returns whether the step is applied, as far as known."""
+        if self.host is None:
+            grad_C, skipped = self.own.receive(inputs)
+            self.own.give(grad_C, inputs.factor, skipped, during)
+            return True
+        transfer, skipped = self.host.sent(inputs)
+        factor = self.host.receive(transfer)
+        if factor is not None:
+            self.own.give(transfer.grad_C, factor, skipped, during)
+        return factor is not None
 
 
 class FusedStep:
@@ -231,14 +254,15 @@ class FusedStep:
         ]
         # On the host the pass may run on the worker thread, which reports nothing to the ledger.
         on_host = chunk.host_chunk is not None
-        self._fused = FusedUpdate(
-            kernel,
-            [(fragment.group, fragment.at, fragment.value) for fragment in chunk.fragments],
-            states,
-            master_R=chunk.master_C,
-            param_R=chunk.param_on_update_device,
-            **({} if on_host else {"lend": partial(self._ledger.lend, "update")}),
-        )
+        with opened(chunk.fragments):
+            self._fused = FusedUpdate(
+                kernel,
+                [(fragment.group, fragment.at, fragment.value) for fragment in chunk.fragments],
+                states,
+                master_R=chunk.master_C,
+                param_R=chunk.param_on_update_device,
+                **({} if on_host else {"lend": partial(self._ledger.lend, "update")}),
+            )
         return self._fused
 
 
@@ -289,7 +313,7 @@ class HostUpdater:
 
     def step(self, inputs: StepInputs) -> Wait | None:
         """See :class:`Updater`."""
-        transfer, skipped = self._send(inputs)
+        transfer, skipped = self.sent(inputs)
         return self._update(transfer, skipped, self._prepared(skipped))
 
     def begin(self, inputs: StepInputs) -> HostGradTransfer:
@@ -303,7 +327,7 @@ class HostUpdater:
         self._begun = inputs, transfer
         return transfer
 
-    def _send(self, inputs: StepInputs) -> tuple[HostGradTransfer, frozenset[int]]:
+    def sent(self, inputs: StepInputs) -> tuple[HostGradTransfer, frozenset[int]]:
         """Start the copies of this chunk and of the following one."""
         transfer = self.begin(inputs)
         if self.following is not None:
@@ -317,17 +341,27 @@ class HostUpdater:
     def _update(
         self, transfer: HostGradTransfer, skipped: frozenset[int], fused: FusedUpdate | None
     ) -> Wait:
-        host_chunk = self._host_chunk
         if fused is not None:
-            self._worker.update(fused, host_chunk, transfer, self._inner.param_groups)
+            self._worker.update(fused, self._host_chunk, transfer, self._inner.param_groups)
         else:
-            transfer.wait()
-            if transfer.is_edited:
-                host_chunk.copy_param_from_device()
-            self._chunk.sync_from_param()
-            if not transfer.numbers.is_skipped:
-                factor = torch.tensor(transfer.numbers.factor, dtype=torch.float64)
+            factor = self.receive(transfer)
+            if factor is not None:
                 self._own.run(transfer.grad_C, factor, skipped)
+        return self.send()
+
+    def receive(self, transfer: HostGradTransfer) -> Tensor | None:
+        """Wait for the gradient, and take over edits. Returns its factor; None: the step is skipped."""
+        transfer.wait()
+        if transfer.is_edited:
+            self._host_chunk.copy_param_from_device()
+        self._chunk.sync_from_param()
+        if transfer.numbers.is_skipped:
+            return None
+        return torch.tensor(transfer.numbers.factor, dtype=torch.float64)
+
+    def send(self) -> Wait:
+        """Let the parameter be copied to the device. Returns what waits for it."""
+        host_chunk = self._host_chunk
         if self._chunk.page is None:
             return lambda: host_chunk.wait_for_param(host_chunk.send_param())
         # Started now: the chunk after the following one uses the same memory.
@@ -340,7 +374,7 @@ class AsyncHostUpdater(HostUpdater):
 
     def step(self, inputs: StepInputs) -> Wait | None:
         """See :class:`Updater`."""
-        transfer, skipped = self._send(inputs)
+        transfer, skipped = self.sent(inputs)
         fused = self._prepared(skipped)
         if fused is None:
             return self._update(transfer, skipped, fused)
@@ -371,10 +405,12 @@ def choose_updater(
     *,
     ledger: Ledger,
     worker: AsyncUpdateWorker | None,
+    whole: WholeStep | None = None,
 ) -> Updater:
     """The updater of one chunk. ``kernel``: None if the optimizer's own step has to run.
 
-    A fused pass runs on the CPU only. ``worker`` is needed for chunks with a host chunk.
+    A fused pass runs on the CPU only. ``worker`` is needed for chunks with a host chunk. ``whole``: the
+    one call for all chunks in memory, if the optimizer needs it; without ``kernel`` only.
     """
     own = OwnStep(shard, chunk, optimizer, ledger)
     updater = _in_place(shard, chunk, kernel, own, optimizer, ledger)
@@ -384,6 +420,8 @@ def choose_updater(
         kind: Callable[..., HostUpdater] = AsyncHostUpdater if stays else HostUpdater
         fused = updater if isinstance(updater, FusedStep) else None
         updater = kind(shard, chunk, chunk.host_chunk, own, fused, optimizer, worker)
+    if whole is not None and shard.is_in_memory(chunk):
+        return whole.part(own, updater if isinstance(updater, HostUpdater) else None)
     return updater if chunk.page is None else PagedUpdater(chunk.page, updater)
 
 
