@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from loops import CASE
 from support.parity import engine_run, make_batches, reference_run
 from torch import Tensor
-
-from zeroshard.errors import UsageError
-from zeroshard.testing import on_ranks
 
 
 class Warm(torch.optim.AdamW):

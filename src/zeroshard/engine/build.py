@@ -84,6 +84,7 @@ from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import Life
 from zeroshard.zero.mesh_norm import MeshExchange
+from zeroshard.zero.mode_switch import publish_modes
 from zeroshard.zero.module_order import ModuleOrder
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
@@ -233,6 +234,8 @@ def _assemble(
                 update.unscaled_factor,
                 update.all_gather_late,
             )
+        if runtime.optimizer is not None:
+            publish_modes(runtime.optimizer, update.all_gather_late)
         hooks = make_hooks(
             runtime.prefetcher, runtime.reducer, kind_of_backward=accumulation.kind_of_backward
         )

@@ -44,6 +44,7 @@ __all__ = [
 
 _FUSED_DEVICES = ("cpu", "cuda", "meta")
 _CUT = 67 * 64  # elements: a legal cut, and both parts exceed 4096, where 8-bit optimizers begin
+_STEPS = 6
 _HINTS = ("foreach", "fused", "set_grad_none")  # choose between kernels, which the engine does
 
 
@@ -245,9 +246,10 @@ def needs_whole_parameters(optimizer: Optimizer) -> bool:
 def probe(optimizer: Optimizer, *, dtype: torch.dtype = torch.float32) -> Probe:
     """Try the optimizer's class and options on a small matrix of ``dtype``, whole and cut in two.
 
-    Each group's options are tried separately, for three steps. The two parts belong to two optimizers, as
-    on two ranks, so anything that is summed over parameters shows. Neither ``optimizer`` nor a random
-    number generator is changed. Takes a few milliseconds per group, on the device of the parameters.
+    Each group's options are tried separately, for some steps. The two parts belong to two optimizers, as
+    on two ranks, and then to one: so anything that is summed over parameters or counts them shows.
+    Neither ``optimizer`` nor a random number generator is changed. Takes a few milliseconds per group, on
+    the device of the parameters.
     """
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -261,49 +263,91 @@ def probe(optimizer: Optimizer, *, dtype: torch.dtype = torch.float32) -> Probe:
         matrix = torch.sin(torch.arange(12288, dtype=dtype, device=device)).view(128, 96)
         for group in optimizer.param_groups:
             try:
-                whole, kept = _try(optimizer, group, matrix)
+                whole = _try(optimizer, group, [matrix])
             except Exception as error:
                 why = f"{name} fails on a small matrix: {type(error).__name__}: {error}"
                 return Probe(False, False, why, ())
-            state.append(kept)
+            state.append(whole.state)
             reason = reason or _difference(optimizer, group, matrix, whole)
     return Probe(not reason, True, reason, tuple(state))
 
 
-def _difference(optimizer: Optimizer, group: Group, matrix: Tensor, whole: Tensor) -> str:
+def _difference(optimizer: Optimizer, group: Group, matrix: Tensor, whole: _Trial) -> str:
+    """What an update of parts changes, as a reason; empty if nothing."""
     name = type(optimizer).__name__
     try:
-        first, second = torch.split(matrix.flatten(), [_CUT, matrix.numel() - _CUT])
-        cut = [_try(optimizer, group, first)[0], _try(optimizer, group, second, _CUT)[0]]
+        parts = torch.split(matrix.flatten(), [_CUT, matrix.numel() - _CUT])
+        first = _try(optimizer, group, parts[:1])
+        second = _try(optimizer, group, parts[1:], _CUT)
+        both = _try(optimizer, group, parts)
     except Exception as error:
         return f"{name} fails on a piece of a matrix: {type(error).__name__}: {error}"
-    if torch.equal(torch.cat(cut), whole.flatten()):
-        return ""
-    return (
-        f"{name} gives other results for a matrix that is split in two, so it needs whole "
-        "parameters"
-    )
+    if not torch.equal(torch.cat([first.values, second.values]), whole.values):
+        return (
+            f"{name} gives other results for a matrix that is split in two, so it needs whole "
+            "parameters"
+        )
+    if not torch.equal(both.values, whole.values):
+        return (
+            f"{name} gives other results for the two parts of a matrix in one group: what it counts "
+            "for the group or for itself depends on how many parameters there are"
+        )
+    counted = {key for t in (first, second, both) for key, _ in t.numbers ^ whole.numbers}
+    if counted:  # unless it is random, or the time
+        counted -= {key for key, _ in whole.numbers ^ _try(optimizer, group, [matrix]).numbers}
+    if counted:
+        return (
+            f"{name} computes {sorted(counted)[0]!r} from all parameters of a group together, of which "
+            "each rank has a part"
+        )
+    return ""
 
 
-def _try(
-    optimizer: Optimizer, group: Group, start: Tensor, at: int = 0
-) -> tuple[Tensor, dict[str, torch.dtype | None]]:
-    """``start`` after three steps. Gradients depend on the position, which begins at ``at``."""
+@dataclass(frozen=True)
+class _Trial:
+    """After some steps: all parameters, flat; state by name; numbers of the group and the optimizer that
+    have changed, as text."""
+
+    values: Tensor
+    numbers: set[tuple[str, str]]
+    state: dict[str, torch.dtype | None]
+
+
+def _try(optimizer: Optimizer, group: Group, starts: Sequence[Tensor], at: int = 0) -> _Trial:
+    """Steps from ``starts``. Gradients depend on the position, which begins at ``at``."""
     random.seed(0)
     torch.default_generator.manual_seed(0)
-    ops_of(start.device).manual_seed(0)
-    param = start.clone().requires_grad_()
-    twin = _twin(optimizer, [{**group, "params": [param]}], lr=0.01)
-    place = torch.arange(at, at + start.numel(), dtype=start.dtype, device=start.device)
-    for step in range(3):
-        param.grad = torch.cos(place * (0.7 + 0.2 * step)).view_as(start)
+    ops_of(starts[0].device).manual_seed(0)
+    params = [start.clone().requires_grad_() for start in starts]
+    twin = _twin(optimizer, [{**group, "params": params}], lr=0.01)
+    if callable(
+        train := getattr(twin, "train", None)
+    ):  # schedule-free optimizers refuse to step else
+        train()
+    before = _numbers(twin)
+    numel = sum(start.numel() for start in starts)
+    place = torch.arange(at, at + numel, dtype=starts[0].dtype, device=starts[0].device)
+    for step in range(_STEPS):
+        gradient = torch.cos(place * (0.7 + 0.2 * step))
+        for param, grad in zip(params, gradient.split([p.numel() for p in params]), strict=True):
+            param.grad = grad.view_as(param)
         twin.step()
     kept = {
-        name: value.dtype if isinstance(value, Tensor) and value.shape == param.shape else None
-        for name, value in twin.state[param].items()
+        name: value.dtype if isinstance(value, Tensor) and value.shape == params[0].shape else None
+        for name, value in twin.state[params[0]].items()
         if value is not None
     }
-    return param.detach(), kept
+    values = torch.cat([p.detach().flatten() for p in params])
+    return _Trial(values, _numbers(twin) - before, kept)
+
+
+def _numbers(optimizer: Any) -> set[tuple[str, str]]:
+    return {
+        (name, repr(float(value)))
+        for owner in (optimizer.param_groups[0], vars(optimizer))
+        for name, value in owner.items()
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
 
 
 def _twin(optimizer: Optimizer, groups: Iterable[Group], *, lr: float | None = None) -> Any:

@@ -27,7 +27,7 @@ midway leaves parameters of two different steps. The caller then fails the engin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -145,18 +145,18 @@ class ShardedOptimizer:
             for param in group["params"]
             if id(param) not in trained
         ]
-        place_of = {
-            id(p): at for group in inner.param_groups for at, p in enumerate(group["params"])
+        self._place_of = {
+            id(param): at
+            for group in inner.param_groups
+            for at, param in enumerate(group["params"])
         }
-        groups: list[list[Tensor]] = [[] for _ in inner.param_groups]
-        for fragment in sorted(self._fragments(), key=lambda f: (place_of[id(f.param)], f.begin)):
-            groups[fragment.group].append(fragment.value)
+        groups = self.members(self._fragments())
         rebind(inner, groups)
         for shard in self.shards:
             for chunk in shard.chunks:
                 chunk.guard(is_in_memory=shard.is_in_memory(chunk))
         self._num_groups = len(groups)
-        self._object = OptimizerObject(inner, groups)
+        self.object = OptimizerObject(inner, groups)
         self._calls_several = False  # one step takes several calls of the optimizer's step
         self._guards = []
         self._worker = worker
@@ -180,6 +180,14 @@ class ShardedOptimizer:
         self._device_updates: dict[int, DeviceUpdate] = {}
         self._choose_updaters()
         self.report()
+
+    def members(self, fragments: Iterable[OwnedFragment]) -> list[list[Tensor]]:
+        """What the optimizer sees of the fragments, by param group, in the order of the program."""
+        place_of = self._place_of
+        groups: list[list[Tensor]] = [[] for _ in self.inner.param_groups]
+        for fragment in sorted(fragments, key=lambda f: (place_of[id(f.param)], f.begin)):
+            groups[fragment.group].append(fragment.value)
+        return groups
 
     def _fragments(self) -> Iterator[OwnedFragment]:
         for shard in self.shards:
@@ -216,7 +224,7 @@ class ShardedOptimizer:
         if self._options() != self._decided_on:
             self._choose_updaters()
         late: list[tuple[Unit, PendingUpdates | None]] = []
-        several = self._object.several if self._calls_several else contextlib.nullcontext
+        several = self.object.several if self._calls_several else contextlib.nullcontext
         with several(), contextlib.closing(self._walk_pages()) as pages:
             inputs = StepInputs(factor, found_inf, untouched or {}, pages)
             for turn in self._turns:
@@ -266,7 +274,7 @@ class ShardedOptimizer:
         if self._turns and kernel == self._kernel and is_whole == self._is_whole and not anew:
             return
         self._kernel, self._is_whole = kernel, is_whole
-        whole = WholeStep(self._object) if is_whole else None
+        whole = WholeStep(self.object) if is_whole else None
         self._calls_several = is_whole and not all(
             shard.is_in_memory(chunk) for shard in self.shards for chunk in shard.chunks
         )
@@ -281,7 +289,7 @@ class ShardedOptimizer:
                     shard,
                     chunk,
                     kernel,
-                    self._object,
+                    self.object,
                     ledger=self.ledger,
                     worker=self._worker,
                     whole=whole,
@@ -320,7 +328,7 @@ class ShardedOptimizer:
             else:
                 at_once += parts
         self._device_updates = {
-            id(parts[0][0]): DeviceUpdate(parts, kernel, self._object, self.ledger, name=name)
+            id(parts[0][0]): DeviceUpdate(parts, kernel, self.object, self.ledger, name=name)
             for name, parts in chosen
             if kernel is not None and parts
         }
@@ -426,7 +434,7 @@ class ShardedOptimizer:
         """Free masters and state."""
         for handle in self._guards:
             handle.remove()
-        self._object.close()
+        self.object.close()
         for update in self._device_updates.values():
             update.close()
         for shard in self.shards:

@@ -26,7 +26,16 @@ from zeroshard.errors import UsageError
 
 _GLOBAL_PRE: dict[int, Any] = torch_optimizer._global_optimizer_pre_hooks
 _GLOBAL_POST: dict[int, Any] = torch_optimizer._global_optimizer_post_hooks
-_NOT_COUNTED = {"state", "param_groups", "defaults", "params", "found_inf", "grad_scale"}
+_NOT_COUNTED = {
+    "train",
+    "eval",
+    "state",
+    "param_groups",
+    "defaults",
+    "params",
+    "found_inf",
+    "grad_scale",
+}
 
 Members = Sequence[Sequence[Tensor]]
 """Fragments, by param group."""
@@ -63,6 +72,7 @@ class OptimizerObject:
         self._groups = [list(params) for params in groups]
         self._runs = False
         self._guard = inner.register_step_pre_hook(self._refuse_direct_step)
+        self._replaced: list[str] = []  # methods
         self._calls: _Calls | None = None
         self._step_args: tuple[tuple[Any, ...], dict[str, Any]] = ((inner,), {})
 
@@ -124,9 +134,17 @@ class OptimizerObject:
         finally:
             self._calls = None
 
+    def replace(self, name: str, method: Callable[..., Any]) -> None:
+        """Replace a method of the optimizer until :meth:`close`."""
+        self._replaced.append(name)
+        setattr(self.inner, name, method)
+
     def close(self) -> None:
         """Let the program call ``step`` again. The groups have no parameters then."""
         self._guard.remove()
+        for name in self._replaced:
+            vars(self.inner).pop(name, None)
+        self._replaced.clear()
         self._groups.clear()
         self.inner.state.clear()
         for group in self.inner.param_groups:
