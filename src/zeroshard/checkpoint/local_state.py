@@ -131,7 +131,7 @@ class LocalState:
             for fragment in chunk.fragments:
                 at = chunk.begin + fragment.at
                 skip, stop = max(0, low - at), min(fragment.numel, high - at)
-                flat = fragment.of(chunk.master_C) if name == VALUE else None
+                flat = fragment.master if name == VALUE else None
                 if flat is None:
                     flat = self.optimizer.inner.state.get(fragment.value, {}).get(name)
                 slot = slot_of(shard.unit, fragment)

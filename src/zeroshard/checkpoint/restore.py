@@ -201,8 +201,7 @@ class Loader:
             for fragment in chunk.fragments:
                 slot = slot_of(shard.unit, fragment)
                 if slot.fqn in self._names:
-                    values = fragment.of(chunk.master_C).view(-1)
-                    self._read(slot, VALUE, fragment.begin, values, trained=True)
+                    self._read(slot, VALUE, fragment.begin, fragment.master.view(-1), trained=True)
             chunk.write_param()
             if self._with_state:
                 self._fill_state(shard.unit, chunk)
@@ -283,7 +282,7 @@ def _place(
     if is_shaped(name, there, fragment):
         assert isinstance(there, Tensor)
         return there
-    return torch.empty_like(fragment.of(chunk.master_C))
+    return torch.empty_like(fragment.master)
 
 
 def _number(

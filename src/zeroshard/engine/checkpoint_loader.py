@@ -347,8 +347,9 @@ class CheckpointLoader:
             skipped_steps=int(saved.get("skipped_steps", 0)),
         )
         if with_optimizer:
+            same_class = shared.get("optimizer") == type(state.optimizer).__name__
             for group, options in zip(state.groups, shared.get("groups", []), strict=True):
-                _restore_group(group, options)
+                _restore_group(group, options, same_class=same_class)
             if state.scaler.state_dict().keys() <= shared.get("scaler", {}).keys():
                 state.scaler.load_state_dict(shared["scaler"])
         if with_scheduler and state.scheduler is not None and "scheduler" in shared:
@@ -433,9 +434,11 @@ def _check_groups(
                 )
 
 
-def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _restore_group(group: dict[str, Any], saved: Mapping[str, Any], *, same_class: bool) -> None:
+    """Set the options of a group. Those that ``step()`` makes are not there yet: they may be set only if
+    the same class saved them, since another class for the same algorithm has other options."""
     for name, value in saved.items():
-        if name in IMPLEMENTATION or name not in group:  # saved by another class for this algorithm
+        if name in IMPLEMENTATION or not (name in group or same_class):
             continue
         own = group.get(name)
         if isinstance(own, Tensor):

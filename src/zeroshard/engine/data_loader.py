@@ -375,6 +375,7 @@ class ResumableLoader(DataLoader[Any]):
             num_workers=num_workers,
             generator=torch.Generator(),
         )
+        self.data_sampler = sampler  # DeepSpeed's name; None for a stream
         self.dp_rank = dp_rank
         self._fused_updates = 0  # index of the current pass, or of the next one
         self._is_inside = False  # whether a pass has begun and not ended

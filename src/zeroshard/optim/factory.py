@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from zeroshard.config.params import OPTIMIZERS
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import ConfigError, UnsupportedError
 from zeroshard.optim.optimizers import FlexibleAdam, Group, Lamb, Lion, Muon
+from zeroshard.optim.step_hooks import without_hooks
 
 __all__ = [
     "FlexibleAdam",
@@ -275,6 +277,8 @@ def probe(optimizer: Optimizer, *, dtype: torch.dtype = torch.float32) -> Probe:
 def _difference(optimizer: Optimizer, group: Group, matrix: Tensor, whole: _Trial) -> str:
     """What an update of parts changes, as a reason; empty if nothing."""
     name = type(optimizer).__name__
+    if whole.uncuttable:
+        return f"{name} keeps state {whole.uncuttable!r} that belongs to no single element"
     try:
         parts = torch.split(matrix.flatten(), [_CUT, matrix.numel() - _CUT])
         first = _try(optimizer, group, parts[:1])
@@ -297,8 +301,7 @@ def _difference(optimizer: Optimizer, group: Group, matrix: Tensor, whole: _Tria
         counted -= {key for key, _ in whole.numbers ^ _try(optimizer, group, [matrix]).numbers}
     if counted:
         return (
-            f"{name} computes {sorted(counted)[0]!r} from all parameters of a group together, of which "
-            "each rank has a part"
+            f"{name} computes {min(counted)!r} from many elements, and each rank has a part of them"
         )
     return ""
 
@@ -311,6 +314,7 @@ class _Trial:
     values: Tensor
     numbers: set[tuple[str, str]]
     state: dict[str, torch.dtype | None]
+    uncuttable: str
 
 
 def _try(optimizer: Optimizer, group: Group, starts: Sequence[Tensor], at: int = 0) -> _Trial:
@@ -324,30 +328,51 @@ def _try(optimizer: Optimizer, group: Group, starts: Sequence[Tensor], at: int =
         train := getattr(twin, "train", None)
     ):  # schedule-free optimizers refuse to step else
         train()
-    before = _numbers(twin)
+    before = _numbers(twin.param_groups[0], vars(twin))
     numel = sum(start.numel() for start in starts)
     place = torch.arange(at, at + numel, dtype=starts[0].dtype, device=starts[0].device)
     for step in range(_STEPS):
         gradient = torch.cos(place * (0.7 + 0.2 * step))
         for param, grad in zip(params, gradient.split([p.numel() for p in params]), strict=True):
             param.grad = grad.view_as(param)
-        twin.step()
+        with without_hooks(twin):
+            twin.step()
     kept = {
         name: value.dtype if isinstance(value, Tensor) and value.shape == params[0].shape else None
         for name, value in twin.state[params[0]].items()
         if value is not None
     }
     values = torch.cat([p.detach().flatten() for p in params])
-    return _Trial(values, _numbers(twin) - before, kept)
+    state = twin.state[params[0]]
+    numbers = _numbers(twin.param_groups[0], vars(twin), state) - before
+    return _Trial(values, numbers, kept, _uncuttable(state, params[0].numel()))
 
 
-def _numbers(optimizer: Any) -> set[tuple[str, str]]:
+def _numbers(*owners: Mapping[str, Any]) -> set[tuple[str, str]]:
     return {
         (name, repr(float(value)))
-        for owner in (optimizer.param_groups[0], vars(optimizer))
+        for owner in owners
         for name, value in owner.items()
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
     }
+
+
+def _uncuttable(state: Mapping[str, Any], numel: int) -> str:
+    """The name of state that belongs neither to single elements nor to all; empty if none."""
+    for name, value in state.items():
+        values = [value]
+        while values:
+            item = values.pop()
+            if isinstance(item, Mapping):
+                values += item.values()
+            elif isinstance(item, (list, tuple, deque)):
+                values += item
+            elif isinstance(item, Tensor):
+                if item.numel() not in (0, 1, numel):
+                    return name
+            elif not isinstance(item, (int, float, str, bool, type(None))):
+                return name
+    return ""
 
 
 def _twin(optimizer: Optimizer, groups: Iterable[Group], *, lr: float | None = None) -> Any:

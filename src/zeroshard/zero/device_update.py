@@ -161,7 +161,7 @@ class DeviceUpdate:
             for fragment in chunk.fragments:
                 if fragment.index not in skipped and not state.get(fragment.value):
                     state[fragment.value] = {
-                        name: torch.zeros_like(fragment.of(chunk.master_C))
+                        name: torch.zeros_like(fragment.master)
                         if name in kernel.shaped
                         else torch.zeros((), dtype=torch.float32, device=chunk.master_C.device)
                         for name in kernel.names

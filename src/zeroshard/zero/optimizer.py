@@ -43,11 +43,12 @@ from zeroshard.offload.async_update import AsyncUpdateWorker, PendingUpdates
 from zeroshard.offload.host_chunk import HostStaging
 from zeroshard.optim.fused_update import UpdateKernel
 from zeroshard.optim.kernels import deciding_options, kernel_of, steps_chunk_by_chunk
+from zeroshard.optim.step_hooks import has_hooks, hook_counts
 from zeroshard.zero import sharded_parameter
 from zeroshard.zero.device_update import DeviceUpdate, Part, may_update
 from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.life import Life
-from zeroshard.zero.optimizer_object import OptimizerObject, has_hooks, hook_counts, is_patched
+from zeroshard.zero.optimizer_object import OptimizerObject, is_patched
 from zeroshard.zero.optimizer_shard import (
     GiveMemory,
     OptimizerChunk,

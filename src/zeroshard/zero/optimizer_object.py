@@ -20,12 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import optimizer as torch_optimizer
 
 from zeroshard.errors import UsageError
+from zeroshard.optim.step_hooks import GLOBAL_POST, GLOBAL_PRE, has_hooks, without_hooks
 
-_GLOBAL_PRE: dict[int, Any] = torch_optimizer._global_optimizer_pre_hooks
-_GLOBAL_POST: dict[int, Any] = torch_optimizer._global_optimizer_post_hooks
 _NOT_COUNTED = {
     "train",
     "eval",
@@ -39,18 +37,6 @@ _NOT_COUNTED = {
 
 Members = Sequence[Sequence[Tensor]]
 """Fragments, by param group."""
-
-
-def has_hooks(inner: torch.optim.Optimizer) -> bool:
-    """Whether the program registered step hooks, for this optimizer or for all."""
-    counts = hook_counts(inner)
-    return counts != (1, 0, 0, 0)  # one refuses direct calls of step()
-
-
-def hook_counts(inner: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Numbers of step hooks: before and after, of this optimizer and of all."""
-    pre, post = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
-    return len(pre), len(post), len(_GLOBAL_PRE), len(_GLOBAL_POST)
 
 
 def is_patched(inner: torch.optim.Optimizer) -> bool:
@@ -108,7 +94,7 @@ class OptimizerObject:
         if members is not None:
             self._list(members)
         try:
-            with self._running(), _without_hooks(inner):
+            with self._running(), without_hooks(inner):
                 method()
         finally:
             if members is not None:
@@ -157,7 +143,7 @@ class OptimizerObject:
     def _before_step(self) -> None:
         args: tuple[Any, ...] = (self.inner,)
         kwargs: dict[str, Any] = {}
-        hooks = [*_GLOBAL_PRE.values(), *self.inner._optimizer_step_pre_hooks.values()]
+        hooks = [*GLOBAL_PRE.values(), *self.inner._optimizer_step_pre_hooks.values()]
         for hook in hooks:
             changed: Any = hook(self.inner, args, kwargs)
             if changed is not None:
@@ -166,7 +152,7 @@ class OptimizerObject:
 
     def _after_step(self) -> None:
         (args, kwargs), self._step_args = self._step_args, ((self.inner,), {})
-        hooks = chain(self.inner._optimizer_step_post_hooks.values(), _GLOBAL_POST.values())
+        hooks = chain(self.inner._optimizer_step_post_hooks.values(), GLOBAL_POST.values())
         for hook in list(hooks):
             hook(self.inner, args, kwargs)
 
@@ -245,22 +231,3 @@ def _copied(value: Any) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(map(_copied, value))
     return value
-
-
-@contextlib.contextmanager
-def _without_hooks(inner: torch.optim.Optimizer) -> Iterator[None]:
-    """``step`` runs no hooks inside the block."""
-    if not has_hooks(inner):
-        yield
-        return
-    own = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
-    kept = [(hooks, dict(hooks)) for hooks in (_GLOBAL_PRE, _GLOBAL_POST)]
-    inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    for hooks, _ in kept:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = own
-        for hooks, entries in kept:
-            hooks.update(entries)

@@ -70,7 +70,8 @@ class OwnedFragment:
     at: int
     numel: int
     value: Tensor  # what the optimizer sees: a view of the master
-    shape: torch.Size  # of ``value``
+    master: Tensor  # the same view as a plain tensor
+    shape: torch.Size  # of both
 
     def of(self, flat_C: Tensor) -> Tensor:
         """The fragment's part of a flat tensor ``[C]``, in the optimizer's shape."""
@@ -496,6 +497,7 @@ def _make_chunk(
                 piece.begin,
                 piece.at,
                 piece.numel,
+                value.detach(),
                 value.detach(),
                 value.shape,
             )
