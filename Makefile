@@ -98,8 +98,8 @@ test-full: $(READY) .trackers/.ready
 	@touch $@
 
 # TRL goes into .venv; LLaMA-Factory and ms-swift, which want older packages, into a folder of their own,
-# and so does DeepSpeed, for the programs that are compared with it.
-test-programs: .programs/.ready .peer/.ready
+# and so do DeepSpeed, for the programs that are compared with it, and packages of optimizers.
+test-programs: .programs/.ready .peer/.ready .optimizers/.ready
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest tests/programs/test_packages.py -k trl $(ARGS)
 	PYTHONPATH=.programs timeout --kill-after=30 $(TEST_LIMIT) \
 		$(BIN)/python -m pytest tests/programs/test_packages.py -k "llamafactory or swift" $(ARGS)
@@ -109,10 +109,17 @@ test-programs: .programs/.ready .peer/.ready
 	ZEROSHARD_TEST_DEEPSPEED=$(CURDIR)/.peer TORCH_EXTENSIONS_DIR=$(CURDIR)/.peer/built \
 		timeout --kill-after=30 $(TEST_LIMIT) \
 		$(BIN)/python -m pytest tests/compat/test_same_as_deepspeed.py $(ARGS)
+	PYTHONPATH=.optimizers timeout --kill-after=30 $(TEST_LIMIT) \
+		$(BIN)/python -m pytest tests/programs/test_optimizer_packages.py $(ARGS)
 
 .programs/.ready: $(READY) tests/programs/older.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[programs]'
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .programs -r tests/programs/older.txt
+	touch $@
+
+.optimizers/.ready: $(READY)
+	$(PIP) --quiet --no-deps --upgrade --target .optimizers \
+		schedulefree prodigyopt lion-pytorch pytorch_optimizer
 	touch $@
 
 .peer/.ready: $(READY)
@@ -146,4 +153,4 @@ docs-config: $(READY)
 	mv docs/config.md.new docs/config.md
 
 clean:
-	rm -rf .venv .programs .peer .trackers build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .programs .peer .optimizers .trackers build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

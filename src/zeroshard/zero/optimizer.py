@@ -17,8 +17,12 @@ started, and the caller makes the new values available to the other ranks.
 *Edits.* Each updater compares parameter and rounded master first, and starts from the parameter where
 they differ. Without this, the update would overwrite what the program wrote (ADR 0009).
 
+*Optimizers of the program.* A class without a kernel may count for a group or for itself, and hooks see
+each ``step``. They get one ``step`` for all chunks in memory; see :mod:`zeroshard.zero.optimizer_object`.
+
 *Invariants.* Gradients are in the buffers. ``.grad`` of a fragment is set only while the optimizer's
-``step`` runs on its chunk, and ``params`` of the groups are the chunk's fragments only then. A direct
+``step`` runs on its chunk, and only then may the fragment be written (:mod:`zeroshard.zero.master_piece`).
+``params`` of the groups are a chunk's fragments only while ``step`` runs on that chunk alone. A direct
 ``optimizer.step()`` would therefore do nothing without an error, and is refused. An update that fails
 midway leaves parameters of two different steps. The caller then fails the engine
 (:mod:`zeroshard.zero.life`), so no step or checkpoint uses them.
