@@ -21,7 +21,7 @@ they differ. Without this, the update would overwrite what the program wrote (AD
 each ``step``. They get one ``step`` for all chunks in memory; see :mod:`zeroshard.zero.optimizer_object`.
 
 *Invariants.* Gradients are in the buffers. ``.grad`` of a fragment is set only while the optimizer's
-``step`` runs on its chunk, and only then may the fragment be written (:mod:`zeroshard.zero.master_piece`).
+``step`` runs on its chunk; only then may it be written (:mod:`zeroshard.zero.master_piece`).
 ``params`` of the groups are a chunk's fragments only while ``step`` runs on that chunk alone. A direct
 ``optimizer.step()`` would therefore do nothing without an error, and is refused. An update that fails
 midway leaves parameters of two different steps. The caller then fails the engine
