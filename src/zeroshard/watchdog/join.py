@@ -36,6 +36,7 @@ from zeroshard.comm.env import (
     current_rank_info,
     default_backend,
     launcher_serves_store,
+    meeting_place,
     rank_info_of,
     run_name,
 )
@@ -144,6 +145,7 @@ def _store(method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
     if url.scheme == "env":
         url = urlparse(f"tcp://{_master(0)}")
     host, port = url.hostname or "127.0.0.1", url.port or 0
+    _check_name(host, port)
     serves = rank_info.rank == 0 and not launcher_serves_store()
     if not serves:
         await_server(
@@ -155,11 +157,28 @@ def _store(method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
     )
 
 
+def _check_name(host: str, port: int) -> None:
+    """Check that there is such a host. A name server that does not answer is waited for.
+
+    Raises:
+        LaunchError: there is not.
+    """
+    try:
+        socket.getaddrinfo(host, port)
+    except socket.gaierror as error:
+        if error.errno not in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None)):
+            return
+        raise LaunchError(
+            f"the ranks meet at host {host!r}, port {port}, and this name has no address "
+            f"({error.strerror}). Set MASTER_ADDR, or --master_addr, to a name or an address of rank 0's "
+            "host that all hosts can reach."
+        ) from None
+
+
 def _master(port: int) -> str:
     """``address:port`` of the store, from the launcher's environment; ``port`` if it gives none."""
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    address = f"[{address}]" if ":" in address else address
-    return f"{address}:{os.environ.get('MASTER_PORT', str(port))}"
+    address, port = meeting_place(port)
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _has_master() -> bool:
