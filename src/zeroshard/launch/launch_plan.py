@@ -19,7 +19,7 @@ from zeroshard.launch.hosts import Host, check_filters, parse_hostfile, select
 from zeroshard.launch.mpi import MPI_LAUNCHERS, mpi_rank_env
 from zeroshard.launch.options import LAUNCHERS, LaunchRequest, passed_on
 from zeroshard.launch.remote import this_launcher
-from zeroshard.launch.slurm import rank_env, srun_command
+from zeroshard.launch.srun import rank_env, srun_command
 
 DEFAULT_PORT = 29500
 _MANY_SLOTS = 1 << 10
@@ -94,7 +94,7 @@ def _plan(
         if request.nproc is not None:
             raise LaunchError(
                 f"mpirun started {started['WORLD_SIZE']} processes, and each becomes one rank, so "
-                f"--nproc {request.nproc} cannot be used. Leave it out, or let the launcher start mpirun: "
+                f"--nproc {request.nproc} cannot be used. Leave it out, or let it start mpirun: "
                 "zeroshard launch --launcher openmpi --hostfile FILE."
             )
         return ExecAsRank(started)
@@ -397,8 +397,8 @@ def _check_effect(request: LaunchRequest, decision: LaunchPlan) -> None:
     if request.max_restarts and isinstance(decision, ExecAsRank):
         raise LaunchError(
             f"--max-restarts {request.max_restarts}: SLURM or MPI started one process per rank, and a "
-            "rank cannot start the others again. Use srun --ntasks-per-node=1, or run the command without "
-            "srun or mpirun."
+            "rank cannot start the others again. Use srun --ntasks-per-node=1, or run it without srun or "
+            "mpirun."
         )
     if request.max_restarts and isinstance(decision, RunNodes) and decision.starter != "ssh":
         raise LaunchError(
