@@ -55,6 +55,7 @@ from zeroshard.zero.optimizer_shard import (
     StateDtypes,
     make_optimizer_shard,
 )
+from zeroshard.zero.optimizer_state import FragmentState
 from zeroshard.zero.unit import Unit
 from zeroshard.zero.updaters import (
     OptimizerObject,
@@ -114,6 +115,7 @@ class ShardedOptimizer:
         worker: AsyncUpdateWorker | None = None,
     ) -> None:
         _refuse_used(inner)
+        inner.state = FragmentState(dict, inner.state)
         self.inner = inner
         self.ledger = ledger
         self.life = life
