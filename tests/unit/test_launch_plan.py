@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import ExecAsRank, RunHere, RunNodes, plan_launch
+from zeroshard.launch.launcher import launch
 from zeroshard.launch.options import LaunchRequest
 from zeroshard.launch.rank_env import exported, rank_defaults
 from zeroshard.launch.remote import names_of_this_host, node_commands, ssh_words
@@ -220,3 +222,21 @@ def test_only_variables_that_concern_training_travel_to_other_hosts():
 def test_the_command_line_does_not_import_torch():
     code = "import sys, zeroshard.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+def test_a_launcher_whose_master_has_no_address_ends_at_once(tmp_path, monkeypatch):
+    def unknown(*_):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    (tmp_path / "t.py").touch()
+    request = LaunchRequest(
+        str(tmp_path / "t.py"),
+        no_ssh=True,
+        num_nodes=2,
+        node_rank=1,
+        master_addr="nowhere",
+        nproc=1,
+    )
+    with pytest.raises(LaunchError, match="meet at host 'nowhere', port 29500, and this name"):
+        launch(request)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from zeroshard.errors import LaunchError
+from zeroshard.launch.address import check_address
 from zeroshard.launch.cgroup import read_shm_nbytes
 from zeroshard.launch.cores import Shares, parse_core_list, read_cpus, share_cores, share_listed
 from zeroshard.launch.launch_plan import (
@@ -138,6 +139,8 @@ def _pid_file() -> Iterator[None]:
 def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     if request.leash:
         end_with_parent_pipe()
+    if here.num_nodes > 1 and here.master_addr is not None:
+        check_address(here.master_addr, here.master_port)
     num_local = here.num_local or _visible_gpus()
     expected = request.expect_memory_per_rank
     warnings = check_memory(

@@ -43,6 +43,7 @@ from zeroshard.comm.env import (
 from zeroshard.comm.host import hung_up, open_sockets
 from zeroshard.comm.recorder import PRESENCE, recording_dir
 from zeroshard.errors import LaunchError, RankLate, RankLost
+from zeroshard.launch.address import check_address
 from zeroshard.watchdog.diagnosis import Diagnosis, RankStatus, Wait, diagnose
 from zeroshard.watchdog.messages import StoreLost, watchdog_namespace
 from zeroshard.watchdog.rank_status import stack_line
@@ -145,7 +146,7 @@ def _store(method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
     if url.scheme == "env":
         url = urlparse(f"tcp://{_master(0)}")
     host, port = url.hostname or "127.0.0.1", url.port or 0
-    _check_name(host, port)
+    check_address(host, port)
     serves = rank_info.rank == 0 and not launcher_serves_store()
     if not serves:
         await_server(
@@ -155,24 +156,6 @@ def _store(method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
     return TCPStore(
         host, port, rank_info.world_size, serves, timeout, wait_for_workers=False, multi_tenant=True
     )
-
-
-def _check_name(host: str, port: int) -> None:
-    """Check that there is such a host. A name server that does not answer is waited for.
-
-    Raises:
-        LaunchError: there is not.
-    """
-    try:
-        socket.getaddrinfo(host, port)
-    except socket.gaierror as error:
-        if error.errno not in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None)):
-            return
-        raise LaunchError(
-            f"the ranks meet at host {host!r}, port {port}, and this name has no address "
-            f"({error.strerror}). Set MASTER_ADDR, or --master_addr, to a name or an address of rank 0's "
-            "host that all hosts can reach."
-        ) from None
 
 
 def _master(port: int) -> str:
