@@ -305,11 +305,13 @@ def check_model(model: Any) -> None:
     trained = [param for param in params if param.requires_grad] or params
     owned = sum(isinstance(owner_of(param), Unit) for param in trained)
     if owned:
-        what = "model" if owned == len(trained) else f"a part of model ({owned} parameters)"
+        is_part = owned < len(trained)
+        what = f"a part of model ({owned} parameters)" if is_part else "model"
+        how = " Models that share a trunk are trained as parts of one module." if is_part else ""
         raise UsageError(
             f"{what} already belongs to an engine, and two engines would write its parameters. Call "
             "close() (or destroy()) of that engine before you build another, and pass "
-            "engine.module. Models that share a trunk are trained as the parts of one module."
+            f"engine.module.{how}"
         )
 
 

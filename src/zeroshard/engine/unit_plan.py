@@ -438,7 +438,7 @@ def probed(optimizer: torch.optim.Optimizer, policy: Policy) -> dict[torch.dtype
                 'ZeroShard\'s own: "optimizer": {"type": "Muon"} in the configuration, with '
                 "param.use_muon = True on the matrices and False on all others"
                 if name == "Muon"
-                else "Muon or Lamb of the configuration, whose parameters are never split"
+                else "Muon or Lamb, whose parameters are never split"
             )
             raise UnsupportedError(
                 f"{name} cannot run on sharded parameters: {tried.reason}. "
