@@ -42,6 +42,17 @@ def schedule(name: str, type_: str, params: dict[str, Any], *lines: str) -> Case
     return Case(name, {**ONE, "scheduler": {"type": type_, "params": params}}, 1, lines)
 
 
+def other(name: str, value: object, meant: str) -> Case:
+    key = f'"{meant}"' if "." not in meant else meant
+    line = f"{name}: no such key. Did you mean {key}?"
+    return Case(f"other_{name}", {**ONE, name: value}, 1, (line,))
+
+
+LEFT = (
+    '"auto" is left: libraries such as Transformers and Accelerate replace it, here nothing did, and a '
+    "default would decide what is trained; write "
+)
+
 CASES: tuple[Case, ...] = (
     # Batch sizes
     case(
@@ -315,7 +326,7 @@ CASES: tuple[Case, ...] = (
         "zero_is_a_number",
         {**ONE, "zero_optimization": 2},
         1,
-        'zero_optimization: must be an object such as {"stage": 0}, not 2',
+        'zero_optimization: must be an object such as {"stage": 2}, not 2',
     ),
     case(
         "section_is_true",
@@ -686,7 +697,7 @@ CASES: tuple[Case, ...] = (
         "optimizer_is_a_string",
         {**ONE, "optimizer": "AdamW"},
         1,
-        'optimizer: must be an object such as {"type": ...}, not "AdamW"',
+        'optimizer: must be an object such as {"type": "AdamW"}, not "AdamW"',
     ),
     case(
         "params_are_a_list",
@@ -799,6 +810,72 @@ CASES: tuple[Case, ...] = (
         "OneCycle",
         {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0},
         "scheduler.params.cycle_first_step_size: must be greater than 0, not 0",
+    ),
+    # "auto" that no library has replaced
+    optimizer("auto_lr", "AdamW", {"lr": "auto"}, "optimizer.params.lr: " + LEFT + "a number"),
+    optimizer(
+        "auto_lr_of_torch", "RMSprop", {"lr": "auto"}, "optimizer.params.lr: " + LEFT + "a number"
+    ),
+    zero("auto_stage", {"stage": "auto"}, "zero_optimization.stage: " + LEFT + "0, 1, 2 or 3"),
+    schedule(
+        "auto_warm_up",
+        "WarmupLR",
+        {"warmup_num_steps": "auto"},
+        "scheduler.params.warmup_num_steps: " + LEFT + "a whole number",
+    ),
+    case(
+        "auto_batch",
+        {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"},
+        2,
+        'no batch size is given (train_batch_size "auto" and train_micro_batch_size_per_gpu "auto": '
+        "nothing has replaced it, as Transformers or Accelerate do): write train_batch_size (samples "
+        "per step over all ranks) or train_micro_batch_size_per_gpu (samples per rank per forward)",
+    ),
+    # What other libraries call it
+    other("per_device_train_batch_size", 4, "train_micro_batch_size_per_gpu"),
+    other("micro_batch_size", 4, "train_micro_batch_size_per_gpu"),
+    other("global_batch_size", 4, "train_batch_size"),
+    other("accumulate_grad_batches", 4, "gradient_accumulation_steps"),
+    other("max_grad_norm", 1.0, "gradient_clipping"),
+    other("learning_rate", 1e-4, "optimizer.params.lr"),
+    other("zero_stage", 3, "zero_optimization.stage"),
+    other("mixed_precision", "bf16", "bf16.enabled or fp16.enabled"),
+    other("warmup_steps", 10, "scheduler.params.warmup_num_steps"),
+    other("tensor_parallel_size", 2, "parallel.tensor"),
+    optimizer(
+        "learning_rate_in_params",
+        "AdamW",
+        {"learning_rate": 1e-4},
+        'optimizer.params.learning_rate: no such key. Did you mean "lr"?',
+    ),
+    optimizer(
+        "trainers_adamw",
+        "adamw_torch",
+        {},
+        'optimizer.type: there is no optimizer "adamw_torch". Did you mean "AdamW"?',
+    ),
+    optimizer(
+        "fused_adam",
+        "FusedAdam",
+        {},
+        'optimizer.type: there is no optimizer "FusedAdam". Did you mean "Adam"?',
+    ),
+    schedule(
+        "trainers_cosine",
+        "cosine",
+        {},
+        'scheduler.type: there is no scheduler "cosine". Did you mean "WarmupCosineLR"?',
+    ),
+    case(
+        "zero_is_a_stage",
+        {**ONE, "zero_optimization": 3},
+        1,
+        'zero_optimization: must be an object such as {"stage": 3}, not 3',
+    ),
+    zero(
+        "offload_is_a_device",
+        {"stage": 2, "offload_optimizer": "cpu"},
+        'zero_optimization.offload_optimizer: must be an object such as {"device": "cpu"}, not "cpu"',
     ),
     # All problems at once
     case(

@@ -343,7 +343,7 @@ def test_tuning_of_swap_buffers_is_accepted_with_a_notice() -> None:
 )
 def test_what_is_still_auto_is_not_judged_before_training(zero: dict[str, Any]) -> None:
     load({"zero_optimization": zero}, for_training=False)
-    with pytest.raises(ConfigError, match="offload_"):
+    with pytest.raises(ConfigError, match=r"offload_|zero_optimization.stage: \"auto\" is left"):
         load({**ONE, "zero_optimization": zero})
 
 
@@ -500,10 +500,10 @@ def left_auto(**sections: Any) -> list[str]:
 
 
 def test_an_auto_that_no_library_replaced_is_named_where_a_default_may_surprise() -> None:
-    adamw = {"type": "AdamW", "params": {"lr": "auto", "eps": "auto", "weight_decay": "auto"}}
+    adamw = {"type": "AdamW", "params": {"eps": "auto", "weight_decay": "auto"}}
     assert left_auto(optimizer=adamw, fp16={"enabled": "auto"}, gradient_clipping="auto") == [
         '"auto" was not replaced by a value, so defaults are used: fp16.enabled, '
-        "gradient_clipping, optimizer.params.lr, optimizer.params.weight_decay"
+        "gradient_clipping, optimizer.params.weight_decay"
     ]
 
 
@@ -512,7 +512,14 @@ def test_an_auto_mode_beside_one_that_is_on_surprises_nobody() -> None:
 
 
 def test_auto_sizes_and_batches_surprise_nobody() -> None:
-    assert left_auto(train_batch_size="auto", zero_optimization={"stage": "auto"}) == []
+    assert left_auto(train_batch_size="auto", zero_optimization={"sub_group_size": "auto"}) == []
+
+
+def test_the_warm_up_ends_at_the_rate_of_a_programs_own_optimizer() -> None:
+    params = {"total_num_steps": 10, "warmup_max_lr": "auto"}
+    scheduler = {"type": "WarmupDecayLR", "params": params}
+    config = load({**ONE, "scheduler": scheduler}, replaced=["optimizer"]).config
+    assert config.scheduler.params["warmup_max_lr"] is None
 
 
 # Origins of values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from enum import Enum, IntEnum
 from typing import Any
 
 import pytest
@@ -153,12 +154,37 @@ def test_a_configuration_that_asks_for_errors_gets_them_in_deepspeeds_name_too()
 
 
 @pytest.mark.parametrize(
-    "section", ["zero_optimization", "bf16", "fp16", "comms_logger", "tensorboard", "optimizer"]
+    "section", ["zero_optimization", "bf16", "fp16", "comms_logger", "tensorboard"]
 )
 def test_where_deepspeed_forbids_unknown_keys_they_stay_errors(section: str) -> None:
     assert "frobnicate: no such key" in message_of(
         {**ONE, section: {"frobnicate": 1}}, as_deepspeed=True
     )
+
+
+def test_beside_type_and_params_deepspeed_ignores_keys_but_no_argument_is_lost() -> None:
+    parts = {
+        "optimizer": {"type": "AdamW", "legacy": 1},
+        "scheduler": {"type": "WarmupLR", "by": 2},
+    }
+    loaded = load_config({**ONE, **parts}, world_size=1, as_deepspeed=True)
+    assert "unknown keys, ignored: optimizer.legacy, scheduler.by" in loaded.notices
+    for name in ("lr", "learning_rate", "parms", "Params"):
+        lost = {**ONE, "optimizer": {"type": "AdamW", name: {}}}
+        assert f"optimizer.{name}: no such key" in message_of(lost, as_deepspeed=True)
+
+
+def test_a_member_of_an_enum_is_its_value() -> None:
+    class Device(str, Enum):
+        cpu = "cpu"
+
+    class Stage(IntEnum):
+        gradients = 2
+
+    zero = {"stage": Stage.gradients, "offload_optimizer": {"device": Device.cpu}}
+    config = load_config({**ONE, "zero_optimization": zero}, world_size=1).config.zero_optimization
+    assert config.stage == 2 and config.offload_optimizer is not None
+    assert config.offload_optimizer.device == "cpu"
 
 
 def test_refused_keys_stay_errors_when_unknown_keys_only_warn() -> None:

@@ -125,7 +125,16 @@ def test_advice_prefers_the_place_where_the_same_name_belongs() -> None:
 
 def test_the_layer_imports_neither_torch_nor_the_environment() -> None:
     allowed = {
-        *("__future__", "base64", "binascii", "bisect", "collections", "dataclasses", "difflib"),
+        *(
+            "__future__",
+            "base64",
+            "binascii",
+            "bisect",
+            "collections",
+            "dataclasses",
+            "difflib",
+            "enum",
+        ),
         *("hashlib", "io", "itertools", "json", "math", "numbers", "os", "pathlib", "pydantic"),
         *("pydantic_core", "re", "rich", "sys", "tomli", "tomllib", "typing", "zeroshard"),
     }

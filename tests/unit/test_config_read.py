@@ -131,14 +131,14 @@ def test_another_type_is_an_error() -> None:
 
 
 def test_the_callers_dict_is_neither_changed_nor_shared() -> None:
-    inner = {"stage": "auto", "cpu_offload": False}
+    inner = {"stage": 1, "reduce_bucket_size": "auto", "cpu_offload": False}
     config = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2}
     config["zero_optimization"] = inner
     loaded = load_config(config, world_size=1)
     assert config == {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": "auto", "cpu_offload": False},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto", "cpu_offload": False},
     }
     assert loaded.raw == config
     assert loaded.raw["zero_optimization"] is not inner

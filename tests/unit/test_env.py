@@ -15,6 +15,7 @@ from zeroshard.comm.env import (
     RankInfo,
     RunName,
     data_coordinate,
+    meeting_place,
     rank_info_of,
     run_name,
 )
@@ -30,6 +31,9 @@ MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+STEP = {**SLURM, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1"}
+NODES = {"SLURM_STEP_NODELIST": "n[1-3]", "SLURM_STEP_TASKS_PER_NODE": "4,2(x2)"}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 RENDEZVOUS = {"MASTER_ADDR": "node0"}
 
 
@@ -49,11 +53,71 @@ RENDEZVOUS = {"MASTER_ADDR": "node0"}
         ),  # with several hosts an address is needed, but this variable is not
         ({**SLURM, **RENDEZVOUS}, RankInfo(5, 8, 1, 1, "slurm")),
         (SLURM, RankInfo(0, 1, 0, 1, "none")),  # an interactive shell
+        ({**STEP, **NODES}, RankInfo(5, 8, 1, 2, "slurm")),
+        ({**STEP, "SLURM_STEP_ID": "4294967291"}, RankInfo(0, 1, 0, 1, "none")),  # sbatch's script
+        ({**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, RankInfo(0, 1, 1, 1, "slurm")),
+        (HYDRA, RankInfo(3, 4, 1, 2, "mpi")),
+        ({**STEP, **NODES, "PMI_RANK": "5", "PMI_SIZE": "8"}, RankInfo(5, 8, 1, 2, "slurm")),
+        (
+            {**STEP, **NODES, **MPI},
+            RankInfo(3, 4, 1, 2, "mpi"),
+        ),  # srun has started mpirun's servers
+        ({**STEP, **HYDRA}, RankInfo(3, 4, 1, 2, "mpi")),
     ],
-    ids=["nothing", "short", "torchrun", "mpi", "mpi-alone", "slurm", "slurm-shell"],
+    ids=[
+        *(
+            "nothing",
+            "short",
+            "torchrun",
+            "mpi",
+            "mpi-alone",
+            "slurm",
+            "slurm-shell",
+            "srun",
+            "sbatch",
+        ),
+        *("srun-of-one-task", "hydra", "srun-with-pmi", "mpirun-in-a-job", "hydra-in-a-job"),
+    ],
 )
 def test_the_rank_follows_from_the_launchers_variables(environ, rank_info):
     assert rank_info_of(environ) == rank_info
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK is 0 of 2, and PMI_LOCAL_RANK is not set"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK is 0 but PMIX_SIZE is not set"),
+    ],
+)
+def test_a_rank_that_cannot_be_joined_does_not_train_alone(environ, words):
+    with pytest.raises(LaunchError, match=words):
+        rank_info_of(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({**STEP, **NODES}, ("n1", 20007)),
+        ({**STEP, **NODES, "SLURM_STEP_ID": "2"}, ("n1", 22001)),  # another step, another port
+        ({**STEP, "SLURM_STEP_NODELIST": "n2"}, ("127.0.0.1", 20007)),
+        ({**STEP, **NODES, **RENDEZVOUS, "MASTER_PORT": "5"}, ("node0", 5)),
+        (MPI, ("127.0.0.1", 29500)),
+    ],
+)
+def test_tasks_of_a_step_meet_at_its_first_node(environ, place):
+    assert meeting_place(29500, environ) == place
+
+
+def test_a_host_without_an_address_ends_the_start_and_is_named(no_launcher, monkeypatch):
+    def unknown(*_):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.x"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=r"meet at host 'nowhere\.x', port 29500, and this name"):
+        init_distributed(verbose=False)
 
 
 def test_each_rank_has_its_own_share_of_the_data():
@@ -118,7 +182,8 @@ def test_mpi_on_several_hosts_has_to_say_where_rank_0_is(no_launcher, monkeypatc
         init_distributed(verbose=False)
 
 
-def test_mpi_on_one_host_needs_no_address(no_launcher):
+@pytest.mark.parametrize("launcher", ["mpi", "srun"])
+def test_ranks_on_one_host_need_no_address(no_launcher, launcher):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -129,11 +194,20 @@ def test_mpi_on_one_host_needs_no_address(no_launcher):
         "print(dist.get_rank(), dist.get_world_size())\n"
         "dist.barrier(); dist.destroy_process_group()"
     )
+    of_rank = {
+        "mpi": lambda rank: {
+            "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        },
+        "srun": lambda rank: {
+            "SLURM_JOB_ID": str(port), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1",
+            "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
+        },
+    }  # fmt: skip
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2",
-                 "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            env={**os.environ, **of_rank[launcher](rank)},
         )
         for rank in (0, 1)
     ]  # fmt: skip

@@ -193,7 +193,7 @@ def test_force_multi_gives_a_single_host_a_launcher_of_its_own(hostfile):
         (
             {"bind_core_list": "0"},
             JOB | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "6"},
-            "SLURM started one task per rank, and binds them itself",
+            "SLURM or MPI started one process per rank, and binds them itself",
         ),
         (
             {"force_multi": True},

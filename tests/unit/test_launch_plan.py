@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -9,7 +10,8 @@ import pytest
 
 from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Host
-from zeroshard.launch.launch_plan import RunHere, RunNodes, plan_launch
+from zeroshard.launch.launch_plan import ExecAsRank, RunHere, RunNodes, plan_launch
+from zeroshard.launch.launcher import launch
 from zeroshard.launch.options import LaunchRequest
 from zeroshard.launch.rank_env import exported, rank_defaults
 from zeroshard.launch.remote import names_of_this_host, node_commands, ssh_words
@@ -61,6 +63,33 @@ def test_no_ssh_runs_the_named_node_of_a_hostfile(hostfile):
 def test_no_ssh_without_hostfile_runs_the_named_node():
     chosen = decision(no_ssh=True, num_nodes=3, node_rank=2, master_addr="h", nproc=8)
     assert chosen == RunHere(8, 3, 2, "h", 29500, None)
+
+
+MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in
+       {"RANK": "2", "SIZE": "3", "LOCAL_RANK": "2", "LOCAL_SIZE": "3"}.items()}  # fmt: skip
+
+
+def under_mpirun(**options):
+    request = LaunchRequest("t.py", **options.pop("options", {}))
+    return plan_launch(request, MPI | options, this_host=("a",), has_srun=False)
+
+
+def test_a_process_of_mpirun_becomes_a_rank():
+    chosen = under_mpirun()
+    assert isinstance(chosen, ExecAsRank)
+    assert dict(chosen.env) == {
+        **{"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+    }
+    assert isinstance(under_mpirun(options={"no_ssh": True}), RunHere)
+    assert isinstance(under_mpirun(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1"), RunHere)
+
+
+def test_a_process_of_mpirun_that_cannot_become_a_rank_says_why():
+    with pytest.raises(LaunchError, match="--nproc 2 cannot be used"):
+        under_mpirun(options={"nproc": 2})
+    with pytest.raises(LaunchError, match="2 of them on this host, and MASTER_ADDR is not set"):
+        under_mpirun(OMPI_COMM_WORLD_LOCAL_SIZE="2")
 
 
 @pytest.mark.parametrize(
@@ -193,3 +222,21 @@ def test_only_variables_that_concern_training_travel_to_other_hosts():
 def test_the_command_line_does_not_import_torch():
     code = "import sys, zeroshard.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+def test_a_launcher_whose_master_has_no_address_ends_at_once(tmp_path, monkeypatch):
+    def unknown(*_):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    (tmp_path / "t.py").touch()
+    request = LaunchRequest(
+        str(tmp_path / "t.py"),
+        no_ssh=True,
+        num_nodes=2,
+        node_rank=1,
+        master_addr="nowhere",
+        nproc=1,
+    )
+    with pytest.raises(LaunchError, match="meet at host 'nowhere', port 29500, and this name"):
+        launch(request)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from zeroshard.core.slurm import expand_nodelist, read_slurm
 from zeroshard.errors import LaunchError
 from zeroshard.launch.launch_plan import ExecAsRank, RunHere, RunSrun, plan_launch
 from zeroshard.launch.options import LaunchRequest
-from zeroshard.launch.slurm import expand_nodelist, read_slurm
 
 BATCH = {
     "SLURM_JOB_ID": "123456",

@@ -52,6 +52,9 @@ TRAINER_FILE: dict[str, Any] = {
 }
 
 
+CHOSEN = {"optimizer.params.lr": 2e-5, "scheduler.params.warmup_num_steps": 9}
+
+
 def strings(value: Any) -> list[str]:
     if isinstance(value, dict):
         return [text for inner in value.values() for text in strings(inner)]
@@ -59,17 +62,18 @@ def strings(value: Any) -> list[str]:
 
 
 def test_a_trainer_file_full_of_autos_resolves() -> None:
-    arguments = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    arguments = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, **CHOSEN}
     loaded = load_config(TRAINER_FILE, world_size=2, arguments=arguments, hidden_size=512)
     config = loaded.config
     assert config.train_batch_size == 16
     assert config.zero_optimization.reduce_bucket_size == 512 * 512
-    assert (config.optimizer.params, config.scheduler.params) == ({}, {})
+    assert config.optimizer.params == {"lr": 2e-5}
+    assert config.scheduler.params == {"warmup_max_lr": 2e-5, "warmup_num_steps": 9}
     assert config.gradient_clipping == 1.0
 
 
 def test_no_auto_is_left_but_the_words_of_two_keys() -> None:
-    arguments = {"train_micro_batch_size_per_gpu": 4}
+    arguments = {"train_micro_batch_size_per_gpu": 4, **CHOSEN}
     dumped = load_config(TRAINER_FILE, world_size=2, arguments=arguments).config.model_dump()
     ours = (dumped.pop("units"), dumped.pop("transport"))
     buffers = dumped["data_types"].pop("keep_in_fp32_modules")

@@ -1,7 +1,8 @@
 """Finds out which rank this process is and which device it trains on.
 
 This is the only reader of the environment variables of launchers: torchrun and DeepSpeed (``RANK``,
-``WORLD_SIZE``, ``LOCAL_RANK``), Open MPI and Slurm. Without any of them the process is the only rank.
+``WORLD_SIZE``, ``LOCAL_RANK``), MPI (also PMI) and Slurm. Without any of them the process is
+the only rank.
 """
 
 from __future__ import annotations
@@ -14,22 +15,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zeroshard.core.launcher_variables import OPEN_MPI, TORCHRUN, numbering_of
+from zeroshard.core.slurm import read_slurm
 from zeroshard.device.choice import accelerator_type, device_of_rank
 from zeroshard.errors import LaunchError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-
-#: Launcher -> its names of rank, world size, local rank, local world size.
-_LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "mpi": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-}
 
 
 @dataclass(frozen=True)
@@ -73,39 +64,43 @@ class RunName:
 def rank_info_of(environ: Mapping[str, str] | None = None, *, mpi: bool = True) -> RankInfo:
     """The numbers of this process according to its environment.
 
-    Slurm's variables count only if ``MASTER_ADDR`` is set too: an interactive shell of Slurm has them as
-    well, and is one process.
+    Slurm's variables count only for tasks of ``srun``, or if ``MASTER_ADDR`` is set too: an interactive
+    shell of Slurm has them as well, and is one process.
 
     Raises:
-        LaunchError: the environment has a rank but no world size, or a rank outside the world size.
+        LaunchError: the environment has a rank but no world size or local rank, or a rank outside the
+            world size.
     """
     env = os.environ if environ is None else environ
-    for launcher, (rank, world, local_rank, local_world) in _LAUNCHERS.items():
-        if launcher != "torchrun" and not mpi:
-            continue
-        if launcher == "slurm" and "MASTER_ADDR" not in env:
-            continue
-        if rank not in env:
-            continue
-        if world not in env:
-            raise LaunchError(
-                f"{rank} is {env[rank]} but {world} is not set, so the number of ranks is unknown. "
-                "Start the program with a launcher, or set both."
-            )
-        rank_info = RankInfo(
-            rank=_integer(env, rank, 0),
-            world_size=_integer(env, world, 1),
-            local_rank=_integer(env, local_rank, 0),
-            local_world_size=_integer(env, local_world, 1),
-            launcher=launcher,
+    row = numbering_of(env, mpi=mpi)
+    if row is None:
+        return RankInfo()
+    if row.world_size not in env:
+        raise LaunchError(
+            f"{row.rank} is {env[row.rank]} but {row.world_size} is not set, so the number of ranks is "
+            "unknown. Start the program with a launcher, or set both."
         )
-        if not 0 <= rank_info.rank < rank_info.world_size:
-            raise LaunchError(
-                f"{rank} is {rank_info.rank} but {world} is {rank_info.world_size}: ranks go from 0 to "
-                f"{rank_info.world_size - 1}. Check how the program is started."
-            )
-        return rank_info
-    return RankInfo()
+    job = read_slurm(env) if row.launcher == "slurm" else None
+    tasks_here = job.tasks_here if job is not None else 0
+    rank_info = RankInfo(
+        rank=_integer(env, row.rank, 0),
+        world_size=_integer(env, row.world_size, 1),
+        local_rank=_integer(env, row.local_rank, 0),
+        local_world_size=tasks_here or _integer(env, row.local_world_size, 1),
+        launcher=row.launcher,
+    )
+    if not 0 <= rank_info.rank < rank_info.world_size:
+        raise LaunchError(
+            f"{row.rank} is {rank_info.rank} but {row.world_size} is {rank_info.world_size}: ranks go "
+            f"from 0 to {rank_info.world_size - 1}. Check how the program is started."
+        )
+    if row.launcher == "mpi" and rank_info.world_size > 1 and row.local_rank not in env:
+        raise LaunchError(
+            f"{row.rank} is {rank_info.rank} of {rank_info.world_size}, and {row.local_rank} is not set, "
+            "so it is unknown which device of its host this rank trains on. Set RANK, WORLD_SIZE, "
+            "LOCAL_RANK and MASTER_ADDR, or start the program with zeroshard launch."
+        )
+    return rank_info
 
 
 def current_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
@@ -150,6 +145,20 @@ def check_master(rank_info: RankInfo) -> None:
         )
 
 
+def meeting_place(port: int, environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Address and port of rank 0's store. Tasks of ``srun`` meet at the first node of their step.
+
+    ``port``: where the environment gives none.
+    """
+    env = os.environ if environ is None else environ
+    address = "127.0.0.1"
+    row = numbering_of(env)
+    job = read_slurm(env) if row is not None and row.launcher == "slurm" else None
+    if job is not None and "MASTER_ADDR" not in env:
+        address, port = job.hosts[0] if len(job.hosts) > 1 else address, job.port
+    return env.get("MASTER_ADDR", address), int(env.get("MASTER_PORT", port))
+
+
 def adopt_mpi(port: int, environ: MutableMapping[str, str] | None = None) -> RankInfo:
     """Set torchrun's variables from those of Open MPI; ``port`` is used unless ``MASTER_PORT`` is set.
 
@@ -157,11 +166,10 @@ def adopt_mpi(port: int, environ: MutableMapping[str, str] | None = None) -> Ran
         LaunchError: mpirun did not start this process, or ``MASTER_ADDR`` is missing with several hosts.
     """
     env = os.environ if environ is None else environ
-    names = _LAUNCHERS["mpi"]
-    rank_info = rank_info_of({name: env[name] for name in names if name in env})
+    rank_info = rank_info_of({name: env[name] for name in OPEN_MPI if name in env})
     if rank_info.launcher != "mpi":
         raise LaunchError(
-            f"mpi_discovery: {names[0]} is not set, so Open MPI did not start this process. Start "
+            f"mpi_discovery: {OPEN_MPI.rank} is not set, so Open MPI did not start this process. Start "
             "the program with mpirun, or leave the call out: other launchers set the rank "
             "themselves."
         )
@@ -172,7 +180,7 @@ def adopt_mpi(port: int, environ: MutableMapping[str, str] | None = None) -> Ran
         rank_info.local_rank,
         rank_info.local_world_size,
     )
-    env.update(zip(_LAUNCHERS["torchrun"], map(str, numbers), strict=True))
+    env.update(zip(TORCHRUN[1:5], map(str, numbers), strict=True))
     env.setdefault("MASTER_ADDR", "127.0.0.1")
     env.setdefault("MASTER_PORT", str(port))
     return rank_info

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
 
 def solve_batch(
     train: int | None,
@@ -11,11 +15,12 @@ def solve_batch(
     dp_size: int,
     require: bool = True,
     word: str = "world size",
+    autos: Collection[str] = (),
 ) -> tuple[int, int, int] | str:
     """Solve train = micro x gas x dp_size for the sizes that are not given.
 
     Returns the three sizes, or a text that says why there is no solution. ``word``: what the text calls
-    ``dp_size``.
+    ``dp_size``. ``autos``: the sizes that the configuration left to a library.
 
     >>> solve_batch(8, None, None, dp_size=2)
     (8, 4, 1)
@@ -24,8 +29,14 @@ def solve_batch(
     """
     if train is None and micro is None:
         if require:
+            left = " and ".join(f'{name} "auto"' for name in SIZES if name in autos)
+            why = (
+                f" ({left}: nothing has replaced it, as Transformers or Accelerate do)"
+                if left
+                else ""
+            )
             return (
-                "no batch size is given: write train_batch_size (samples per step over all ranks) "
+                f"no batch size is given{why}: write train_batch_size (samples per step over all ranks) "
                 "or train_micro_batch_size_per_gpu (samples per rank per forward)"
             )
         micro = 1

@@ -79,10 +79,71 @@ STRAY: dict[str, str] = {
 """Unknown keys seen in programs -> advice. The nearest known name would be wrong for them."""
 
 
+MEANT: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("per_device_train_batch_size", "per_gpu_train_batch_size", "per_device_batch_size"),
+            *("micro_batch_size", "micro_batch_size_per_gpu", "train_micro_batch_size"),
+            *("local_batch_size", "device_batch_size", "mbs"),
+        ),
+        "train_micro_batch_size_per_gpu",
+    ),
+    **dict.fromkeys(
+        ("global_batch_size", "total_batch_size", "effective_batch_size", "gbs"), "train_batch_size"
+    ),
+    **dict.fromkeys(
+        (
+            *("accumulate_grad_batches", "accumulation_steps", "grad_accum_steps", "grad_accum"),
+            *("grad_acc_steps", "gradient_accumulation"),
+        ),
+        "gradient_accumulation_steps",
+    ),
+    **dict.fromkeys(
+        ("max_grad_norm", "clip_grad", "grad_clip", "gradient_clip_val", "clip_grad_norm"),
+        "gradient_clipping",
+    ),
+    **dict.fromkeys(("learning_rate", "base_lr"), "optimizer.params.lr"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "optimizer.params.betas"),
+    **{"adam_epsilon": "optimizer.params.eps", "wd": "optimizer.params.weight_decay"},
+    **dict.fromkeys(("optim", "optimizer_type", "optimizer_name"), "optimizer.type"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler_type"), "scheduler.type"),
+    **dict.fromkeys(
+        ("warmup_steps", "lr_warmup_steps", "num_warmup_steps"), "scheduler.params.warmup_num_steps"
+    ),
+    **dict.fromkeys(
+        ("max_steps", "total_steps", "num_training_steps"), "scheduler.params.total_num_steps"
+    ),
+    **dict.fromkeys(
+        ("zero_stage", "zero", "zero_level", "sharding_strategy"), "zero_optimization.stage"
+    ),
+    **dict.fromkeys(
+        (
+            *("mixed_precision", "precision", "dtype", "torch_dtype", "param_dtype", "half"),
+            "use_amp",
+        ),
+        "bf16.enabled or fp16.enabled",
+    ),
+    **dict.fromkeys(("logging_steps", "log_every_n_steps", "log_interval"), "steps_per_print"),
+    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size"), "parallel.tensor"),
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "pipeline_model_parallel_size"), "parallel.pipeline"
+    ),
+    **dict.fromkeys(
+        ("offload_params", "offload_parameters", "param_offload"), "zero_optimization.offload_param"
+    ),
+    **dict.fromkeys(
+        ("offload_optim", "optimizer_offload", "offload_optimizer_device"),
+        "zero_optimization.offload_optimizer",
+    ),
+}
+"""Names that other libraries have for a key, in small letters -> the key. The nearest name would be
+another one, for example a batch of all ranks for a batch of one."""
+
+
 UNCHECKED = frozenset(
     (
         *("", "activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler"),
-        *("pipeline", "timers", "timers.throughput"),
+        *("optimizer", "pipeline", "scheduler", "timers", "timers.throughput"),
     )
 )
 """Sections in which DeepSpeed ignores unknown keys. The empty name is the top level."""
@@ -130,9 +191,12 @@ def advice(path: str, siblings: list[str]) -> str:
     """
     if path in STRAY:
         return STRAY[path]
+    parent, _, name = path.rpartition(".")
+    if meant := MEANT.get(name.lower()):
+        inside, _, short = meant.rpartition(".")
+        return f'Did you mean "{short}"?' if inside == parent else f"Did you mean {meant}?"
     if path in KEYS:  # an argument of another optimizer or schedule
         return f"This type takes {', '.join(sorted(siblings))}."
-    parent, _, name = path.rpartition(".")
     homes = sorted({key.rpartition(".")[0] for key in KEYS if key.rpartition(".")[2] == name})
     if 0 < len(homes) <= 3:
         return f"It belongs {' or '.join(f'to {home}' if home else _TOP for home in homes)}."
@@ -179,6 +243,18 @@ def is_misspelt(name: str, value: object, given: Collection[str]) -> bool:
     if close is None or close in given:
         return False
     return isinstance(value, (Mapping, bool)) or not KEYS[close].is_section
+
+
+def is_argument(section: str, name: str) -> bool:
+    """Whether this unknown key of ``optimizer`` or ``scheduler`` is an argument, or its list, misplaced.
+
+    >>> is_argument("optimizer", "lr"), is_argument("optimizer", "parms")
+    (True, True)
+    >>> is_argument("optimizer", "fused_by")
+    False
+    """
+    meant = MEANT.get(name.lower(), f"{section}.params.{name}")
+    return meant in KEYS or nearest(name, ["type", "params"], cutoff=SURE) is not None
 
 
 def get(config: Section, path: str) -> Any:

@@ -232,6 +232,29 @@ TORCH_SCHEDULERS = (
 )
 
 
+OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "optimizer": {
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "fusedadamw"), "AdamW"),
+        **dict.fromkeys(("adamw_apex_fused", "adamw_anyprecision", "torch_adamw"), "AdamW"),
+        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "AdamW"),
+        **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "AdamW"),
+        **dict.fromkeys(("fusedadam", "cpuadam", "deepspeedcpuadam", "torch_adam"), "Adam"),
+        **dict.fromkeys(("fusedlamb", "deepspeedcpulamb"), "Lamb"),
+        **dict.fromkeys(("fusedlion", "cpulion", "deepspeedcpulion", "lion_32bit"), "Lion"),
+        **dict.fromkeys(("cpuadagrad", "deepspeedcpuadagrad"), "Adagrad"),
+    },
+    "scheduler": {
+        **dict.fromkeys(("cosine", "cosine_with_min_lr", "cosine_warmup"), "WarmupCosineLR"),
+        **dict.fromkeys(("linear", "linear_with_warmup"), "WarmupDecayLR"),
+        **dict.fromkeys(("constant_with_warmup", "warmup"), "WarmupLR"),
+        **{"cosine_with_restarts": "CosineAnnealingWarmRestarts", "constant": "ConstantLR"},
+        **{"polynomial": "PolynomialLR", "step": "StepLR", "exponential": "ExponentialLR"},
+        **{"multistep": "MultiStepLR", "cosineannealing": "CosineAnnealingLR"},
+    },
+}
+"""Section -> names that other libraries have for a type, in small letters -> the type that is meant."""
+
+
 ARGUMENTS: Mapping[str, Mapping[str, OptimizerRow | ScheduleRow]] = {
     "optimizer": OPTIMIZERS,
     "scheduler": SCHEDULERS,

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from enum import Enum
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -35,9 +36,10 @@ from zeroshard.config.fields import (
     show,
 )
 from zeroshard.config.hidden import without_secrets
-from zeroshard.config.keys import ALIASES, OFF, REFUSED, RENAMED, SURE, advice, nearest
+from zeroshard.config.keys import ALIASES, MEANT, OFF, REFUSED, RENAMED, SURE, advice, nearest
 from zeroshard.config.params import (
     ARGUMENTS,
+    OTHER_NAMES,
     TORCH_OPTIMIZERS,
     TORCH_SCHEDULERS,
     UNAVAILABLE_OPTIMIZERS,
@@ -83,7 +85,12 @@ def read_source(source: Source) -> tuple[dict[str, Any], str]:
 
 
 def copy_tree(value: Any) -> Any:
-    """A copy of all dicts, lists and tuples in ``value``. Other values are shared with it."""
+    """A copy of all dicts, lists and tuples in ``value``. Other values are shared with it.
+
+    A member of an enum, such as DeepSpeed's ``OffloadDeviceEnum.cpu``, becomes its value.
+    """
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, Mapping):
         return {key: copy_tree(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -211,9 +218,8 @@ def tidy(
                 if path in ARGUMENTS:
                     _typed_params(path, out[name], found, ignores=ignores)
             else:
-                found.reject(
-                    path, f"must be an object such as {_example(inner)}, not {show(value)}"
-                )
+                example = _example(inner, value)
+                found.reject(path, f"must be an object such as {example}, not {show(value)}")
     return out
 
 
@@ -226,7 +232,7 @@ def _unknown(
     section, dot, _ = str(name).partition(".")
     home = section if section in siblings else nearest(section, siblings, cutoff=SURE)
     if ignore:
-        close = nearest(str(name), siblings, cutoff=SURE)
+        close = MEANT.get(str(name).lower()) or nearest(str(name), siblings, cutoff=SURE)
         found.ignored.append(f'{path} (did you mean "{close}"?)' if close else path)
     elif dot and home and _holds_keys(model.model_fields[home]):
         found.errors.append(f'{path}: no such key. Write it inside "{home}", without the dot.')
@@ -259,8 +265,14 @@ def _dropped(path: str, value: object, known: FieldInfo, found: Findings) -> boo
     return False
 
 
-def _example(model: type[Section]) -> str:
+def _example(model: type[Section], value: object) -> str:
+    """How the section is written: with ``value`` if its first key can have it."""
     name, known = next(iter(model.model_fields.items()))
+    trial = Findings()
+    if not isinstance(value, bool):
+        validate(model, {name: value}, "", trial)
+        if not trial.errors:
+            return "{" + f'"{name}": {show(value)}' + "}"
     if known.is_required():
         return "{" + f'"{name}": ...' + "}"
     default = known.get_default(call_default_factory=True)
@@ -356,7 +368,7 @@ def _torch_class(section: str, kind: str, named: list[str], found: Findings) -> 
     if kind in torch_names:
         return
     home = "torch.optim" if section == "optimizer" else "torch.optim.lr_scheduler"
-    close = nearest(kind, [*named, *torch_names])
+    close = OTHER_NAMES[section].get(kind.lower()) or nearest(kind, [*named, *torch_names])
     if close or not kind.isidentifier():
         hint = f'. Did you mean "{close}"?' if close else f"; write the name of a class of {home}"
         found.reject(f"{section}.type", f"there is no {section} {show(kind)}{hint}")

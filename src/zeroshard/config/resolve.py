@@ -18,7 +18,7 @@ from zeroshard.config.contradictions import contradictions
 from zeroshard.config.fewer_ranks import RunBatch, keep_batch
 from zeroshard.config.fields import Section, is_auto, is_off, show
 from zeroshard.config.hidden import without_secrets
-from zeroshard.config.keys import KEYS, UNCHECKED, get, is_misspelt
+from zeroshard.config.keys import KEYS, UNCHECKED, get, is_argument, is_misspelt
 from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.config.params import ARGUMENTS
 from zeroshard.config.parse import (
@@ -38,10 +38,16 @@ from zeroshard.errors import ConfigError
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 FILLED_IN = (
-    *("bf16.enabled", "fp16.enabled", "gradient_clipping", "optimizer.params.lr"),
-    *("optimizer.params.weight_decay", "scheduler.params.warmup_num_steps"),
+    *("bf16.enabled", "fp16.enabled", "gradient_clipping", "optimizer.params.weight_decay"),
 )
 """Keys whose "auto" libraries replace by their user's choice. If it is left, a default may surprise."""
+NOT_GUESSED = {
+    "optimizer.params.lr": "a number",
+    "scheduler.params.warmup_num_steps": "a whole number",
+    "scheduler.params.lr_range_test_min_lr": "a number",
+    "zero_optimization.stage": "0, 1, 2 or 3",
+}
+"""Keys whose "auto" is an error if no library has replaced it -> what to write."""
 WATCHERS = frozenset(
     (
         *("comet", "comms_logger", "csv_monitor", "dump_state", "flops_profiler", "log_level"),
@@ -177,6 +183,8 @@ def load_config(
     work = {key: value for key, value in work.items() if key not in skipped}
     given = tidy(work, Config, "", found, ignores=ignores)
     _resolve_auto_sizes(given, found, hidden_size)
+    if for_training:
+        _refuse_left_auto(found)
     config = validate(Config, given, "", found) or Config()
     config, reasons = _resolve_auto_precision(config, found, hardware)
     unknown = found.rejected if for_training else found.rejected | found.autos
@@ -206,6 +214,17 @@ def load_config(
         notices=tuple(dict.fromkeys(found.notices)),
         mesh=resolved,
     )
+
+
+def _refuse_left_auto(found: Findings) -> None:
+    """An error for each "auto" whose default would train something else than the user meant."""
+    for path, write in NOT_GUESSED.items():
+        if path in found.autos and path not in found.rejected:
+            found.reject(
+                path,
+                f'"auto" is left: libraries such as Transformers and Accelerate replace it, here nothing '
+                f"did, and a default would decide what is trained; write {write}",
+            )
 
 
 def _resolve_mesh(
@@ -254,7 +273,9 @@ def _ignoring(work: Mapping[str, Any], *, as_deepspeed: bool) -> Callable[[str, 
     if word != "as deepspeed":
         return lambda _section, _name: word == "warn"
     return lambda section, name: (
-        section in UNCHECKED and not (section == "" and is_misspelt(name, work.get(name), work))
+        section in UNCHECKED
+        and not (section == "" and is_misspelt(name, work.get(name), work))
+        and not (section in ARGUMENTS and is_argument(section, name))
     )
 
 
@@ -309,7 +330,7 @@ def _resolve_auto_sizes(given: dict[str, Any], found: Findings, hidden_size: int
             if f"zero_optimization.{name}" in found.autos:
                 zero[name] = size
     lr = given.get("optimizer", {}).get("params", {}).get("lr")
-    if "scheduler.params.warmup_max_lr" in found.autos and lr is not None:
+    if "scheduler.params.warmup_max_lr" in found.autos:  # None: the learning rate of the group
         given["scheduler"]["params"]["warmup_max_lr"] = lr
 
 
@@ -418,7 +439,9 @@ def _solve(
     if solves and not found.rejected.intersection(BATCH):
         sizes = (getattr(config, name) for name in BATCH)
         word = "world size" if mesh.is_data_only else f"data-parallel size (mesh {mesh.text})"
-        solved = solve_batch(*sizes, dp_size=mesh.dp_size, require=require_batch, word=word)
+        solved = solve_batch(
+            *sizes, dp_size=mesh.dp_size, require=require_batch, word=word, autos=found.autos
+        )
         if isinstance(solved, str):
             found.errors.append(f"{solved} ({hint})" if hint else solved)
         else:

@@ -236,6 +236,8 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("utils.zero_to_fp32", _CONSOLIDATE, "convert_zero_checkpoint_to_fp32_state_dict "
                                      "convert_zero_checkpoint_to_state_dict get_model_state_file "
                                      "get_optim_files get_model_state_files parse_optim_states"),
+    ("moe.utils", _HERE + "experts", "split_params_into_different_moe_groups_for_optimizer "
+                                     "is_moe_param has_moe_layers"),
     ("checkpoint.utils", _HELPERS, "clone_tensors_for_torch_save"),
     ("checkpoint.ds_to_universal", _CONSOLIDATE, "main=copy_as_universal"),
     ("checkpoint", _SYMBOLS, "UNIVERSAL_CHECKPOINT_INFO"),
@@ -355,6 +357,9 @@ _INFERENCE = (
     "zero.unwrap_model_for_generation(engine)"
 )
 
+SCRIPTS = {"utils.zero_to_fp32": _TO_FP32}
+"""Modules whose ``__file__`` programs copy, and the module that is this file."""
+
 _STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them raises
     ("refused", "", "init_inference default_inference_config DeepSpeedHybridEngine "
                     "InferenceEngine DeepSpeedInferenceConfig", _INFERENCE),
@@ -365,8 +370,6 @@ _STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them 
      "UlyssesSPDataLoaderAdapter", _SEQUENCE),
     ("later", "sequence.layer", "DistributedAttention", _SEQUENCE),
     ("later", "moe.layer", "MoE", _EXPERTS),
-    ("later", "moe.utils", "split_params_into_different_moe_groups_for_optimizer is_moe_param "
-     "has_moe_layers", _EXPERTS),
     ("refused", "compression.compress", "init_compression redundancy_clean", _COMPRESS),
     ("later", "linear", "OptimizedLinear LoRAConfig QuantizationConfig",
      "quantized LoRA layers are not implemented yet; use PEFT"),
@@ -473,6 +476,7 @@ _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which obj
     ("accepted", "PipelineModule", "allreduce_tied_weight_gradients dynamic_shape",
      "the engine adds the gradients of tied weights; shapes may always differ from step to step"),
     ("later", "engine", "load_moe_state_dict", _EXPERTS),
+    ("works", "engine", "_config _global_grad_norm", ""),
     ("works", "optimizer", "param_groups optimizer state state_dict load_state_dict step zero_grad "
      "backward overflow defaults loss_scale cur_scale loss_scaler dynamic_loss_scale clip_grad "
      "_global_grad_norm get_lr set_lr dp_process_group single_partition_of_fp32_groups "

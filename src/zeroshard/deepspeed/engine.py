@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zeroshard.deepspeed import api_table, conflicts, groups
 from zeroshard.deepspeed.getters import ForwardingEngine
+from zeroshard.deepspeed.helpers import DeepSpeedConfig
 from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
 from zeroshard.deepspeed.logs import log_dist
 from zeroshard.deepspeed.lone_reads import LoneReads
@@ -73,6 +74,14 @@ class DeepSpeedEngine(ForwardingEngine):
     def data_parallel_group(self) -> Any:
         """The process group of the ranks that train on different data and hold the same parameters."""
         return self._mesh_groups.get_data_parallel_group()
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self.get_global_grad_norm()
+
+    @property
+    def _config(self) -> DeepSpeedConfig:
+        return DeepSpeedConfig.of(self.loaded)
 
     @property
     def inside_no_sync_ctxt(self) -> bool:

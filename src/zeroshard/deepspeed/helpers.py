@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.env import local_device
-from zeroshard.config import load_config
+from zeroshard.config import LoadedConfig, load_config
 from zeroshard.config.schema import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from zeroshard.deepspeed.logs import logger
 from zeroshard.device.choice import current_ops
@@ -62,6 +62,18 @@ class DeepSpeedConfig:
             hardware=lambda: hardware_of(local_device()),
         )
         self._param_dict = self._loaded.raw
+
+    @classmethod
+    def of(cls, loaded: LoadedConfig) -> DeepSpeedConfig:
+        """The configuration that an engine has read."""
+        made = cls.__new__(cls)
+        made._loaded, made._param_dict = loaded, loaded.raw
+        return made
+
+    @property
+    def zero_config(self) -> ZeroConfig:
+        """The section ``zero_optimization``."""
+        return self._loaded.config.zero_optimization
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loaded" or name.startswith("__"):

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -27,6 +28,8 @@ class NamesModule(ModuleType):
     def __init__(self, path: str) -> None:
         super().__init__(f"{PACKAGE}.{path}", f"ZeroShard's answer to ``{PACKAGE}.{path}``.")
         self.__path__: list[str] = []  # _NamesFinder finds submodules, which are not files
+        if (script := api_table.SCRIPTS.get(path)) and (spec := find_spec(script)) is not None:
+            self.__file__ = spec.origin
 
     def __getattr__(self, name: str) -> Any:
         return attribute(self, self.__name__.partition(".")[2], name)

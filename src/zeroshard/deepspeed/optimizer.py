@@ -72,8 +72,8 @@ class ForwardingOptimizer(ZeROOptimizer, torch.optim.Optimizer):
 
     @property
     def loss_scaler(self) -> Any:
-        """The engine's loss scaler."""
-        return self._engine.scaler
+        """The engine's loss scaler, with DeepSpeed's names of the scale."""
+        return _Scaler(self._engine)
 
     @property
     def loss_scale_config(self) -> SimpleNamespace:
@@ -171,6 +171,24 @@ class ForwardingOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         raise TypeError(
             "an engine's optimizer cannot be pickled; save with engine.save_checkpoint()"
         )
+
+
+class _Scaler:
+    """The loss scaler of an engine. ``cur_scale`` and ``loss_scale`` are numbers."""
+
+    def __init__(self, engine: ForwardingEngine) -> None:
+        self._scaler = engine.scaler
+
+    @property
+    def cur_scale(self) -> float:
+        return float(self._scaler.scale)
+
+    loss_scale = cur_scale
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._scaler, name)
 
 
 class DeepSpeedZeroOptimizer(ForwardingOptimizer):

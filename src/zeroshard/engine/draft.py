@@ -296,13 +296,22 @@ def check_model(model: Any) -> None:
                 f"model is wrapped in {kind.__name__}, which also distributes it over ranks or "
                 "devices. Pass the model itself: model.module."
             )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            f"model is a {type(model).__name__} of torch.jit, which takes no hooks, so nothing of it can "
+            "be gathered. Pass the module itself, or one that has the scripted module as a part."
+        )
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad] or params
-    if trained and all(isinstance(owner_of(param), Unit) for param in trained):
+    owned = sum(isinstance(owner_of(param), Unit) for param in trained)
+    if owned:
+        is_part = owned < len(trained)
+        what = f"a part of model ({owned} parameters)" if is_part else "model"
+        how = " Models that share a trunk are trained as parts of one module." if is_part else ""
         raise UsageError(
-            "model already belongs to an engine, and two engines would write its parameters. Call "
+            f"{what} already belongs to an engine, and two engines would write its parameters. Call "
             "close() (or destroy()) of that engine before you build another, and pass "
-            "engine.module."
+            f"engine.module.{how}"
         )
 
 

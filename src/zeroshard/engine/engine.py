@@ -100,8 +100,8 @@ class Engine(nn.Module):
     """
 
     _as_deepspeed: ClassVar[bool] = False  # whether unknown keys may be notices: see load_config
-    # Engines whose backward() runs. Several, if one loss was computed with several engines.
-    _in_backward: ClassVar[list[Engine]] = []
+    _in_backward: ClassVar[list[Engine]] = []  # whose backward() runs; several if they share a loss
+    __reduce_ex__ = failed_call.refuse_copy
 
     def __init__(
         self,

@@ -6,16 +6,30 @@ Their report then says why. A failed allocation is explained as well.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex
 
 from zeroshard.comm.collectives import first_line
 from zeroshard.engine import out_of_memory
+from zeroshard.errors import UsageError
 
 
 def tell(engine: Any, error: Exception, phase: str) -> None:
     """Note ``error``, and add to its message what the rank holds if memory is missing."""
     engine._watch.note_failure(f"{named(error)} in {phase}")
     out_of_memory.explain(engine, error, phase)
+
+
+def refuse_copy(engine: Any, _protocol: SupportsIndex, /) -> Any:
+    """The ``__reduce_ex__`` of an engine, by which ``copy.deepcopy`` and ``pickle`` would copy it.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError(
+        f"a {type(engine).__name__} cannot be copied or pickled: it has open connections, threads and "
+        "shards of all ranks. Save with engine.save_checkpoint(); copy a model before initialize(), or "
+        "load a new one from engine.state_dict()."
+    )
 
 
 def named(error: Exception) -> str:

@@ -215,9 +215,15 @@ def _unit_specs(
     kinds: dict[tuple[bool, DtypeRow], list[str]] = defaultdict(list)
     for fqn in wrapped.params:
         param = params[fqn]
-        if not (param.is_floating_point() or param.is_complex()) and param.requires_grad:
-            raise UnsupportedError(f"parameter {fqn!r} of dtype {param.dtype} cannot be trained.")
         trainable = param.requires_grad and (updated is None or id(param) in updated)
+        if trainable and param.is_complex():
+            raise UnsupportedError(
+                f"parameter {fqn!r} of dtype {param.dtype} cannot be trained: shards, norms and files "
+                "are real. Keep it as its real view, nn.Parameter(torch.view_as_real(w)), and use "
+                "torch.view_as_complex in forward; torch's optimizers treat it the same."
+            )
+        if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
+            raise UnsupportedError(f"parameter {fqn!r} of dtype {param.dtype} cannot be trained.")
         kinds[trainable, rows[fqn]].append(fqn)
     specs = []
     for (trainable, row), fqns in kinds.items():
@@ -265,6 +271,10 @@ def plan_wrapping(
     tree = _Tree(model)
     skipped = tree.matching(conditional, "conditional_modules")
     skipped |= tree.matching(_EXPERTS, "experts", required=False)
+    scripted = (
+        fqn for fqn, each in tree.modules.items() if isinstance(each, torch.jit.ScriptModule)
+    )
+    skipped |= {*scripted}  # they take no hooks
     leaf = tree.matching(leaves, "leaf_module", required=False)
     if "" in leaf or "" in leaves:
         chosen = set()  # the whole model is gathered together
@@ -423,11 +433,17 @@ def probed(optimizer: torch.optim.Optimizer, policy: Policy) -> dict[torch.dtype
         if not tried.works or not (
             tried.elementwise or getattr(optimizer, "takes_whole_parameters", False)
         ):
+            name = type(optimizer).__name__
+            ours = (
+                'ZeroShard\'s own: "optimizer": {"type": "Muon"} in the configuration, with '
+                "param.use_muon = True on the matrices and False on all others"
+                if name == "Muon"
+                else "Muon or Lamb, whose parameters are never split"
+            )
             raise UnsupportedError(
-                f"{type(optimizer).__name__} cannot run on sharded parameters: {tried.reason}. "
+                f"{name} cannot run on sharded parameters: {tried.reason}. "
                 "With ZeRO, an optimizer updates pieces of each parameter. Use an element-wise "
-                "optimizer (Adam, AdamW, SGD, Adagrad, Lion, RMSprop...), or Muon or Lamb, whose "
-                "parameters are never split."
+                f"optimizer (Adam, AdamW, SGD, Adagrad, Lion, RMSprop...), or {ours}."
             )
     return found
 

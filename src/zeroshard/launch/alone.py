@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 _OF_A_RANK = re.compile(
-    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$|(ZEROSHARD|TORCHELASTIC)_"
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$|MPI_LOCAL"
+    r"|(ZEROSHARD|TORCHELASTIC|SLURM|OMPI|PMI|PMIX|MV2)_"
 )
 """Variables that would make it a rank, or let it write into the folder of the run."""
 

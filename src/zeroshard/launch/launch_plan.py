@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroshard.core.slurm import SlurmJob, read_slurm
 from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Host, check_filters, parse_hostfile, select
-from zeroshard.launch.mpi import MPI_LAUNCHERS
+from zeroshard.launch.mpi import MPI_LAUNCHERS, mpi_rank_env
 from zeroshard.launch.options import LAUNCHERS, LaunchRequest, passed_on
 from zeroshard.launch.remote import this_launcher
-from zeroshard.launch.slurm import SlurmJob, rank_env, read_slurm, srun_command
+from zeroshard.launch.srun import rank_env, srun_command
 
 DEFAULT_PORT = 29500
 _MANY_SLOTS = 1 << 10
@@ -61,7 +62,7 @@ class RunSrun:
 
 @dataclass(frozen=True, slots=True)
 class ExecAsRank:
-    """Become a rank: SLURM started one task per rank, and this process is one of them."""
+    """Become a rank: SLURM or MPI started one process per rank, and this is one of them."""
 
     env: Mapping[str, str]
 
@@ -86,6 +87,17 @@ def plan_launch(
 def _plan(
     request: LaunchRequest, env: Mapping[str, str], *, this_host: tuple[str, ...], has_srun: bool
 ) -> LaunchPlan:
+    started = (
+        None if request.no_ssh else mpi_rank_env(env, request.master_addr, request.master_port)
+    )
+    if started is not None:
+        if request.nproc is not None:
+            raise LaunchError(
+                f"mpirun started {started['WORLD_SIZE']} processes, and each becomes one rank, so "
+                f"--nproc {request.nproc} cannot be used. Leave it out, or let it start mpirun: "
+                "zeroshard launch --launcher openmpi --hostfile FILE."
+            )
+        return ExecAsRank(started)
     job = _slurm_job(request, env)
     if job is not None and job.one_rank_per_task:
         if request.nproc is not None:
@@ -384,8 +396,9 @@ def _check_effect(request: LaunchRequest, decision: LaunchPlan) -> None:
         )
     if request.max_restarts and isinstance(decision, ExecAsRank):
         raise LaunchError(
-            f"--max-restarts {request.max_restarts}: SLURM started one task per rank, and a rank cannot "
-            "start the others again. Use --ntasks-per-node=1, or run the command in the job without srun."
+            f"--max-restarts {request.max_restarts}: SLURM or MPI started one process per rank, and a "
+            "rank cannot start the others again. Use srun --ntasks-per-node=1, or run it without srun or "
+            "mpirun."
         )
     if request.max_restarts and isinstance(decision, RunNodes) and decision.starter != "ssh":
         raise LaunchError(
@@ -395,8 +408,8 @@ def _check_effect(request: LaunchRequest, decision: LaunchPlan) -> None:
     binds = request.bind_cores or request.bind_core_list is not None
     if binds and isinstance(decision, ExecAsRank):
         raise LaunchError(
-            "--bind_cores_to_rank: SLURM started one task per rank, and binds them itself. Use "
-            "srun --cpu-bind=cores, or --ntasks-per-node=1."
+            "--bind_cores_to_rank: SLURM or MPI started one process per rank, and binds them itself. Use "
+            "srun --cpu-bind=cores, mpirun --bind-to core, or srun --ntasks-per-node=1."
         )
     becomes = isinstance(decision, (RunSrun, ExecAsRank)) or (
         isinstance(decision, RunNodes) and decision.starter in MPI_LAUNCHERS

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from zeroshard.errors import LaunchError
+from zeroshard.launch.address import check_address
 from zeroshard.launch.cgroup import read_shm_nbytes
 from zeroshard.launch.cores import Shares, parse_core_list, read_cpus, share_cores, share_listed
 from zeroshard.launch.launch_plan import (
@@ -76,7 +77,9 @@ def launch(request: LaunchRequest, console: TextIO | None = None) -> int:
         if request.pass_local_rank:
             arguments.insert(_local_rank_at(request), f"--local_rank={local_rank}")
         # SLURM binds each task to its cores.
-        defaults = rank_defaults(os.environ, cores=_cores(), num_local=1, run_id=_run_id())
+        master = (decision.env["MASTER_ADDR"], decision.env["MASTER_PORT"])
+        run_id = _common_run_id(*master)
+        defaults = rank_defaults(os.environ, cores=_cores(), num_local=1, run_id=run_id)
         path = with_directory_first(os.environ, request.as_deepspeed)
         os.execvpe(
             program, [program, *arguments], {**os.environ, **defaults, **decision.env, **path}
@@ -136,6 +139,8 @@ def _pid_file() -> Iterator[None]:
 def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     if request.leash:
         end_with_parent_pipe()
+    if here.num_nodes > 1 and here.master_addr is not None:
+        check_address(here.master_addr, here.master_port)
     num_local = here.num_local or _visible_gpus()
     expected = request.expect_memory_per_rank
     warnings = check_memory(
@@ -157,7 +162,9 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
         num_local=num_local,
         node_rank=here.node_rank,
         num_nodes=here.num_nodes,
-        run_id=_run_id() if here.num_nodes == 1 else _common_run_id(here),
+        run_id=_run_id()
+        if here.num_nodes == 1
+        else _common_run_id(here.master_addr, here.master_port),
     )
     env |= with_directory_first(os.environ, request.as_deepspeed)
     if here.devices is not None:
@@ -187,12 +194,12 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     return run_node(node, console).exitcode
 
 
-def _common_run_id(here: RunHere) -> str:
-    """The same name on all nodes, also if a user has started the launcher of each: ranks of other names
-    do not find each other."""
+def _common_run_id(address: str | None, port: int | str | None) -> str:
+    """The same name for all launchers of a run, also if a user or MPI has started each of them: ranks of
+    other names do not find each other."""
     if RUN_ID_VARIABLE in os.environ or "SLURM_JOB_ID" in os.environ:
         return _run_id()
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"nodes-{here.master_addr}-{here.master_port}")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"nodes-{address}-{port}")
 
 
 @functools.cache

@@ -7,8 +7,10 @@ Both families of MPI (Open MPI and Hydra) take one section of the command per ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from zeroshard.core.launcher_variables import TORCHRUN, numbering_of
+from zeroshard.errors import LaunchError
 from zeroshard.launch.remote import NodeCommand
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "impi", "mvapich")
@@ -46,3 +48,35 @@ def mpirun_command(
     for part in parts[1:]:
         line += [":", *part]
     return line
+
+
+def mpi_rank_env(
+    env: Mapping[str, str], master_addr: str | None, master_port: int | None
+) -> dict[str, str] | None:
+    """The variables of the rank that this process of ``mpirun`` becomes; None if it is the only one.
+
+    Raises:
+        LaunchError: there are several hosts, and no address of rank 0; or a number is missing.
+    """
+    row = numbering_of(env)
+    if row is None or row.launcher != "mpi" or env.get(row.world_size) == "1":
+        return None
+    numbers = {name: env.get(name, "") for name in row[1:5]}
+    if unknown := [name for name, text in numbers.items() if not text.isdigit()]:
+        raise LaunchError(
+            f"mpirun started this launcher as one of several processes, and {unknown[0]} is not set, so "
+            "its rank is unknown. Start one launcher on each host with --no_ssh --node_rank, or use a "
+            "hostfile."
+        )
+    address = master_addr or env.get("MASTER_ADDR")
+    if address is None and env[row.world_size] != env[row.local_world_size]:
+        raise LaunchError(
+            f"mpirun started {env[row.world_size]} processes, {env[row.local_world_size]} of them on "
+            "this host, and MASTER_ADDR is not set, so the ranks cannot find each other. Give "
+            "--master_addr, the address of rank 0's host."
+        )
+    return {
+        **dict(zip(TORCHRUN[1:5], numbers.values(), strict=True)),
+        "MASTER_ADDR": address or "127.0.0.1",
+        "MASTER_PORT": str(master_port or env.get("MASTER_PORT", 29500)),
+    }

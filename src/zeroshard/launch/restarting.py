@@ -30,7 +30,7 @@ from zeroshard.launch.remote import (
     this_launcher,
 )
 from zeroshard.launch.run_folder import RUN_ID_VARIABLE
-from zeroshard.launch.slurm import srun_command
+from zeroshard.launch.srun import srun_command
 from zeroshard.launch.supervisor import ShutdownTimeouts
 from zeroshard.launch.team import Team
 from zeroshard.launch.usable import ask_hosts, question, usable_slots

@@ -11,6 +11,7 @@ from typing import Any
 
 from zeroshard.comm.simulation import diverged, lone_rank
 from zeroshard.config import Config, LoadedConfig, load_config
+from zeroshard.config.fields import is_auto
 from zeroshard.config.machine_file import MachineFile, Number, check_links
 from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.config.parse import read_source
@@ -40,6 +41,12 @@ from zeroshard.planner.own_batch import (
 from zeroshard.planner.plan import Plan, StageNeeds
 from zeroshard.planner.simulate import Simulation, simulate
 from zeroshard.planner.step_time import StepTime, stage_times, step_time
+
+WITHOUT_EFFECT = {
+    **{"optimizer.params.lr": 1e-3, "scheduler.params.lr_range_test_min_lr": 1e-3},
+    **{"scheduler.params.warmup_num_steps": 1000, "scheduler.params.total_num_steps": 10_000},
+}
+"""Keys that libraries fill in when a run starts, with values: no plan depends on them."""
 
 
 def make_plan(
@@ -170,7 +177,8 @@ def _read(
     is_sized = micro_batch is not None or names_a_batch(given)
 
     def load(samples: int | None) -> LoadedConfig:
-        return load_config(config, world_size=ranks, arguments={MICRO_BATCH: samples})
+        arguments = {MICRO_BATCH: samples, **_left_auto(read_source(config)[0])}
+        return load_config(config, world_size=ranks, arguments=arguments)
 
     samples = micro_batch
     loaded = load(samples if is_sized else 1)
@@ -408,11 +416,25 @@ def limit_of(memory_gib: float) -> int:
 
 
 def config_dict(config: Any) -> dict[str, Any]:
-    """A configuration or its file as a new dict.
+    """A configuration or its file as a new dict, with :data:`WITHOUT_EFFECT` for "auto".
 
     Raises:
         ConfigError: the file cannot be read, or is not one JSON object.
     """
-    if isinstance(config, Mapping):
-        return dict(config)
-    return read_source(Path(config))[0]
+    given = read_source(config if isinstance(config, Mapping) else Path(config))[0]
+    for path, value in _left_auto(given).items():
+        section, _, name = path.split(".")
+        given[section]["params"][name] = value
+    return given
+
+
+def _left_auto(given: Mapping[str, Any]) -> dict[str, float]:
+    """The keys of :data:`WITHOUT_EFFECT` that are "auto", with their values."""
+
+    def value(path: str) -> object:
+        found: Any = given
+        for name in path.split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
+
+    return {path: number for path, number in WITHOUT_EFFECT.items() if is_auto(value(path))}

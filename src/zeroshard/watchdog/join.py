@@ -36,12 +36,14 @@ from zeroshard.comm.env import (
     current_rank_info,
     default_backend,
     launcher_serves_store,
+    meeting_place,
     rank_info_of,
     run_name,
 )
 from zeroshard.comm.host import hung_up, open_sockets
 from zeroshard.comm.recorder import PRESENCE, recording_dir
 from zeroshard.errors import LaunchError, RankLate, RankLost
+from zeroshard.launch.address import check_address
 from zeroshard.watchdog.diagnosis import Diagnosis, RankStatus, Wait, diagnose
 from zeroshard.watchdog.messages import StoreLost, watchdog_namespace
 from zeroshard.watchdog.rank_status import stack_line
@@ -144,6 +146,7 @@ def _store(method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
     if url.scheme == "env":
         url = urlparse(f"tcp://{_master(0)}")
     host, port = url.hostname or "127.0.0.1", url.port or 0
+    check_address(host, port)
     serves = rank_info.rank == 0 and not launcher_serves_store()
     if not serves:
         await_server(
@@ -157,9 +160,8 @@ def _store(method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
 
 def _master(port: int) -> str:
     """``address:port`` of the store, from the launcher's environment; ``port`` if it gives none."""
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    address = f"[{address}]" if ":" in address else address
-    return f"{address}:{os.environ.get('MASTER_PORT', str(port))}"
+    address, port = meeting_place(port)
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _has_master() -> bool:

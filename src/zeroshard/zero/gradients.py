@@ -308,7 +308,8 @@ class GradBuffer:
             UnsupportedError: it is sparse.
         """
         grad, param.grad = param.grad, None
-        assert grad is not None
+        if grad is None:  # a Function returned None for it: it has no gradient in this backward
+            return False
         if self._lent[index]:
             self._lent[index] = False
             if grad is not self.views[index]:  # with create_graph=True the sum is a new tensor

@@ -542,7 +542,8 @@ class _Entries:
     """The entries of some modules' tables at one time, to be compared with those of later."""
 
     def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
-        self._tables = tables
+        # Those of a scripted module are not dicts, and cannot change.
+        self._tables = tables = [table for table in tables if isinstance(table, dict)]
         self._found = [(t, leaf, x) for t in tables for leaf, x in t.items() if x is not None]
         self._count = sum(map(len, tables))
         self._ids = self._ids_now()

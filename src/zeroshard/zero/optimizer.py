@@ -61,6 +61,7 @@ from zeroshard.zero.optimizer_shard import (
     StateDtypes,
     make_optimizer_shard,
 )
+from zeroshard.zero.optimizer_state import FragmentState
 from zeroshard.zero.unit import Unit
 from zeroshard.zero.updaters import (
     StepInputs,
@@ -120,6 +121,7 @@ class ShardedOptimizer:
         worker: AsyncUpdateWorker | None = None,
     ) -> None:
         _refuse_used(inner)
+        inner.state = FragmentState(dict, inner.state)
         self.inner = inner
         self.ledger = ledger
         self.life = life

@@ -1,15 +1,12 @@
-"""Reads the hosts and ranks of a SLURM job, and builds ``srun`` commands.
+"""Reads the hosts and tasks of a SLURM job from its variables.
 
-Only environment variables are read (``SLURM_*``, as the manual pages of ``srun`` and ``sbatch``
-describe them). There are three situations. A job with several nodes and no step yet: the launcher
-starts ``srun``. A step with one task per node: this process is the launcher of its node. A step with
-one task per rank: this process becomes a rank.
+These are ``SLURM_*``, as the manual pages of ``srun`` and ``sbatch`` describe them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zeroshard.errors import LaunchError
@@ -33,6 +30,8 @@ class SlurmJob:
     node_id: int
     num_tasks: int
     tasks_per_node: int
+    step: int = 0
+    tasks_here: int = 0
 
     @property
     def one_rank_per_task(self) -> bool:
@@ -41,8 +40,8 @@ class SlurmJob:
 
     @property
     def port(self) -> int:
-        """The rendezvous port, made from the job id, since jobs that share a node need different ones."""
-        return 20000 + self.job_id % 10000
+        """The rendezvous port, made from the ids, since steps that share a node need different ones."""
+        return 20000 + (self.job_id + 997 * self.step) % 10000
 
 
 def read_slurm(env: Mapping[str, str]) -> SlurmJob | None:
@@ -51,18 +50,29 @@ def read_slurm(env: Mapping[str, str]) -> SlurmJob | None:
         return None
     nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
     hosts = expand_nodelist(nodelist) or ("localhost",)
-    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
-    in_step = step.isdigit() and int(step) < _FIRST_OWN_STEP
+    in_step, node_id = is_in_step(env), _number(env, "SLURM_NODEID", 0)
+    tasks = _per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return SlurmJob(
         job_id=_number(env, "SLURM_JOB_ID", 0),
         hosts=hosts,
         in_step=in_step,
         proc_id=_number(env, "SLURM_PROCID", 0),
         local_id=_number(env, "SLURM_LOCALID", 0),
-        node_id=_number(env, "SLURM_NODEID", 0),
+        node_id=node_id,
         num_tasks=_number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1)),
         tasks_per_node=_number(env, "SLURM_NTASKS_PER_NODE", 0),
+        step=_number(env, "SLURM_STEP_ID", 0) if in_step else 0,
+        tasks_here=tasks[node_id] if node_id < len(tasks) else 0,
     )
+
+
+def is_in_step(env: Mapping[str, str]) -> bool:
+    """Whether ``srun`` started this process.
+
+    A shell of ``salloc`` and a script of ``sbatch`` have the number of tasks too, but are no tasks.
+    """
+    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
+    return step.isdigit() and int(step) < _FIRST_OWN_STEP
 
 
 def expand_nodelist(text: str) -> tuple[str, ...]:
@@ -76,45 +86,6 @@ def expand_nodelist(text: str) -> tuple[str, ...]:
         if item:
             names.extend(_expand(item, text))
     return tuple(names)
-
-
-def rank_env(job: SlurmJob, *, master_addr: str | None, master_port: int | None) -> dict[str, str]:
-    """The variables of the rank that this task becomes (one task per rank).
-
-    Raises:
-        LaunchError: the nodes have different numbers of tasks.
-    """
-    per_node = job.num_tasks // len(job.hosts)
-    if per_node * len(job.hosts) != job.num_tasks:
-        raise LaunchError(
-            f"SLURM started {job.num_tasks} tasks on {len(job.hosts)} nodes, so nodes have "
-            "different numbers of ranks; use srun --ntasks-per-node=N with the same N everywhere."
-        )
-    return {
-        "RANK": str(job.proc_id),
-        "LOCAL_RANK": str(job.local_id),
-        "WORLD_SIZE": str(job.num_tasks),
-        "LOCAL_WORLD_SIZE": str(per_node),
-        "GROUP_RANK": str(job.node_id),
-        "MASTER_ADDR": master_addr or job.hosts[0],
-        "MASTER_PORT": str(master_port or job.port),
-        "LOCAL_SIZE": str(per_node),
-        "CROSS_RANK": str(job.node_id),
-        "CROSS_SIZE": str(len(job.hosts)),
-    }
-
-
-def srun_command(
-    num_nodes: int, hosts: Sequence[str], launcher: Sequence[str], extra: Sequence[str] = ()
-) -> list[str]:
-    """The ``srun`` command that starts one launcher per node. Empty ``hosts``: any nodes of the job.
-
-    ``extra``: options of the user.
-    """
-    command = ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
-    if hosts:
-        command.append(f"--nodelist={','.join(hosts)}")
-    return [*command, "--kill-on-bad-exit=1", *extra, *launcher]
 
 
 def _expand(item: str, text: str) -> list[str]:
@@ -132,6 +103,15 @@ def _expand(item: str, text: str) -> list[str]:
         heads += [f"{head}{n:0{len(low)}d}" for n in range(int(low), int(high) + 1)]
     tails = _expand(tail, text)
     return [one + two for one in heads for two in tails]
+
+
+def _per_node(text: str) -> list[int]:
+    """Tasks of each node: ``"2(x2),1"`` is ``[2, 2, 1]``."""
+    counts: list[int] = []
+    for part in text.split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
+            counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
