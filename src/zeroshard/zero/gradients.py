@@ -44,7 +44,7 @@ from zeroshard.core.tiers import Tier
 from zeroshard.errors import UnsupportedError
 from zeroshard.memory import storage
 from zeroshard.offload.swapped_storage import distinct
-from zeroshard.zero.held_grads import DROP, Change, HeldGrads, apply
+from zeroshard.zero.held_grads import DROP, GradEdit, HeldGrads, apply
 from zeroshard.zero.unit import Unit, offloaded_error
 
 if TYPE_CHECKING:
@@ -422,7 +422,7 @@ class GradBuffer:
             self.reduced_S = self.reduced_S.to(self.unit.row.grad_accum)
         accumulate(self.reduced_S, values_S)
 
-    def change(self, changes: Sequence[Change]) -> None:
+    def change(self, changes: Sequence[GradEdit]) -> None:
         """Do to the gradients what the program did to their ``.grad``."""
         if not changes:
             return

@@ -43,7 +43,7 @@ class Holder(Protocol):
         ...
 
 
-class Change(NamedTuple):
+class GradEdit(NamedTuple):
     """What the program did to the gradient of one tensor; ``slot`` is its index.
 
     ``op``: "zero_", "mul_" or "div_", with ``value``; or :data:`DROP`.
@@ -58,6 +58,7 @@ DROP = "drop"
 _T = torch.Tensor
 _SPARSE: frozenset[Any] = frozenset([_T.is_sparse.__get__])  # type: ignore[attr-defined]
 _LAYOUT_GET = _T.layout.__get__  # type: ignore[attr-defined]
+_DATA_SET = _T.data.__set__  # type: ignore[attr-defined]
 _SAME: frozenset[Any] = frozenset(
     [_T.detach, _T.detach_, _T.contiguous, _T.data.__get__]  # type: ignore[attr-defined]
 )
@@ -109,6 +110,8 @@ class HeldGrad(Tensor):
         first = args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
             answer = _NO_ANSWER
+            if func == _DATA_SET and args[0] is args[1]:  # ``p.grad.data *= 2``
+                return None
             if isinstance(first, HeldGrad) and len(grads) == 1:
                 answer = _without_values(func, first, args[1:], kwargs)
             if answer is not _NO_ANSWER:
@@ -306,7 +309,7 @@ class HeldGrads:
                 elif held is not None:
                     held.zero_()
 
-    def settle(self, landed: Tensor | None = None) -> list[Change]:
+    def settle(self, landed: Tensor | None = None) -> list[GradEdit]:
         """What the program did since the last call.
 
         ``landed``: autograd may have replaced its ``.grad`` already.
@@ -314,7 +317,7 @@ class HeldGrads:
         Raises:
             UsageError: the program assigned a gradient.
         """
-        changes: list[Change] = []
+        changes: list[GradEdit] = []
         gone = 0
         with torch._C.DisableTorchFunctionSubclass():
             for index in self.shown:
@@ -322,11 +325,11 @@ class HeldGrads:
                 grad = tensor.grad
                 if grad is held or tensor is landed:
                     if held.changes:
-                        changes += [Change(index, op, value) for op, value in held.changes]
+                        changes += [GradEdit(index, op, value) for op, value in held.changes]
                         held.changes.clear()
                 elif grad is None:
                     held.changes.clear()
-                    changes.append(Change(index, DROP))
+                    changes.append(GradEdit(index, DROP))
                     gone += 1
                 else:
                     raise assigned(held.fqn)
@@ -344,7 +347,7 @@ def assigned(name: str) -> UsageError:
     )
 
 
-def apply(changes: Iterable[Change], parts_of: Callable[[int], list[Tensor]]) -> None:
+def apply(changes: Iterable[GradEdit], parts_of: Callable[[int], list[Tensor]]) -> None:
     """Do the changes to the parts of the gradients that this rank holds, in few calls."""
     rounds: list[dict[tuple[str, int], tuple[Any, list[Tensor]]]] = []
     seen: dict[int, int] = {}  # by index, how many changes came before
