@@ -275,14 +275,14 @@ def test_what_needs_values_is_refused_by_name(stage):
             ):
                 use(weight)
         (params,) = (group["params"] for group in engine.optimizer.param_groups)
-        with pytest.raises(UsageError, match="param groups.*safe_get_full_grad"):
+        with pytest.raises(UsageError, match=r"param groups.*safe_get_full_grad"):
             utils.clip_grad_norm_(params, 1.0)
         assert weight.grad.shape == weight.shape == torch.zeros_like(weight.grad).shape
         assert weight.grad.stride() == (WIDTH, 1) and not weight.grad.is_sparse
         assert "blocks.0.weight" in repr(weight.grad)
         with GatheredParameters(weight):
             weight.grad = torch.ones_like(weight)
-        with pytest.raises(UsageError, match="was assigned.*safe_set_full_grad"):
+        with pytest.raises(UsageError, match=r"was assigned.*safe_set_full_grad"):
             engine.step()
 
 

@@ -81,23 +81,26 @@ _NORMS: frozenset[Any] = frozenset(
 class HeldGrad(Tensor):
     """Stands for a gradient that the engine holds. See [Note: held gradients].
 
-    ``fqn``: of its parameter. ``changes``: what the program did to it. ``holder``: None for a fragment,
-    whose gradient the program cannot use at all.
+    ``fqn``: of its parameter. ``edits``: gets what the program does to it. ``holder``: None for a
+    fragment, whose gradient the program cannot use at all.
     """
 
     fqn: str
-    changes: list[tuple[str, Any]]
+    slot: int
+    edits: list[GradEdit]
     holder: weakref.ref[Holder] | None
 
     @staticmethod
-    def of(tensor: Tensor, name: str, holder: Holder | None) -> HeldGrad:
+    def of(
+        tensor: Tensor, fqn: str, holder: Holder | None, slot: int, edits: list[GradEdit]
+    ) -> HeldGrad:
         """The stand-in for the gradient of ``tensor``."""
         made = torch.empty(
             tensor.shape, dtype=tensor.dtype, device=tensor.device, layout=torch.sparse_coo
         )
         made.__class__ = HeldGrad
         assert isinstance(made, HeldGrad)
-        made.fqn, made.changes = name, []
+        made.fqn, made.slot, made.edits = fqn, slot, edits
         made.holder = None if holder is None else weakref.ref(holder)
         return made
 
@@ -123,9 +126,7 @@ class HeldGrad(Tensor):
                     return norms if isinstance(first, list) else norms[0]
                 if func in _WRITES and _is_number(_WRITES[func], args[1:], kwargs):
                     for grad in grads:
-                        grad.changes.append(
-                            (_WRITES[func], *args[1:]) if args[1:] else ("zero_", None)
-                        )
+                        grad.edits.append(GradEdit(grad.slot, _WRITES[func], *args[1:]))
                     return None if isinstance(first, list) else first
         raise _refused(grads, getattr(func, "__name__", str(func)))
 
@@ -259,44 +260,54 @@ class HeldGrads:
     def __init__(self, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
         self._tensors = tensors
         self._names = names
-        self._made: list[HeldGrad] = []
-        self.shown: list[int] = []
+        self._edits: list[GradEdit] = []  # the stand-ins append to it
+        self._pairs: list[tuple[Tensor, HeldGrad]] = []
+        self._shown: list[tuple[Tensor, HeldGrad]] = []
+        self.shown: Sequence[int] = ()
 
     def show(self, flags: Sequence[bool] | None, holder: Holder | None) -> None:
-        """Put stand-ins into ``.grad`` of the tensors with a flag; None: of all that are trained."""
+        """Put stand-ins into ``.grad`` of the tensors with a flag; None: of all that are trained.
+
+        Another ``.grad`` stays: the step refuses it.
+        """
         if not self._tensors or isinstance(self._tensors[0], FakeTensor):
             return
         with torch._C.DisableTorchFunctionSubclass():
-            if not self._made:
-                self._made = [
-                    HeldGrad.of(tensor, name, holder)
-                    for tensor, name in zip(self._tensors, self._names, strict=True)
+            if not self._pairs:
+                self._pairs = [
+                    (tensor, HeldGrad.of(tensor, name, holder, slot, self._edits))
+                    for slot, (tensor, name) in enumerate(
+                        zip(self._tensors, self._names, strict=True)
+                    )
                 ]
-            for index, (tensor, held) in enumerate(zip(self._tensors, self._made, strict=True)):
-                wanted = tensor.requires_grad or holder is None if flags is None else flags[index]
-                if wanted and tensor.grad is None:
-                    tensor.grad = held
-                    self.shown.append(index)
+            if flags is None and holder is not None:
+                flags = [tensor.requires_grad for tensor in self._tensors]
+            free = [tensor.grad is None for tensor in self._tensors]
+            self._shown, self.shown = self._pairs, range(len(self._pairs))
+            if not all(free) or (flags is not None and not all(flags)):
+                self.shown = [i for i in self.shown if free[i] and (flags is None or flags[i])]
+                self._shown = [self._pairs[i] for i in self.shown]
+            for tensor, held in self._shown:
+                tensor.grad = held
 
     def shows(self, tensor: Tensor) -> bool:
         """Whether the tensor is one of them, and had a stand-in."""
-        return any(self._tensors[index] is tensor for index in self.shown)
+        return any(other is tensor for other, _ in self._shown)
 
     def grads(self) -> list[HeldGrad]:
         """The stand-ins that are shown."""
-        return [self._made[index] for index in self.shown]
+        return [held for _, held in self._shown]
 
     def hide(self) -> None:
         """Take the stand-ins away."""
-        if not self.shown:
+        if not self._shown:
             return
+        self._edits.clear()
         with torch._C.DisableTorchFunctionSubclass():
-            for index in self.shown:
-                held = self._made[index]
-                held.changes.clear()
-                if self._tensors[index].grad is held:
-                    self._tensors[index].grad = None
-        self.shown = []
+            for tensor, held in self._shown:
+                if tensor.grad is held:
+                    tensor.grad = None
+        self._shown, self.shown = [], ()
 
     def drop(self, set_to_none: bool) -> None:
         """What ``zero_grad(set_to_none)`` does to the tensors."""
@@ -305,7 +316,7 @@ class HeldGrads:
                 if set_to_none:
                     tensor.grad = None
                 elif isinstance(held := tensor.grad, HeldGrad):
-                    held.changes.append(("zero_", None))
+                    held.edits.append(GradEdit(held.slot, "zero_"))
                 elif held is not None:
                     held.zero_()
 
@@ -317,26 +328,20 @@ class HeldGrads:
         Raises:
             UsageError: the program assigned a gradient.
         """
-        changes: list[GradEdit] = []
-        gone = 0
         with torch._C.DisableTorchFunctionSubclass():
-            for index in self.shown:
-                held, tensor = self._made[index], self._tensors[index]
-                grad = tensor.grad
-                if grad is held or tensor is landed:
-                    if held.changes:
-                        changes += [GradEdit(index, op, value) for op, value in held.changes]
-                        held.changes.clear()
-                elif grad is None:
-                    held.changes.clear()
-                    changes.append(GradEdit(index, DROP))
-                    gone += 1
-                else:
+            gone = [held for tensor, held in self._shown if tensor.grad is not held]
+            if not gone and not self._edits:
+                return []
+            gone = [held for held in gone if self._tensors[held.slot] is not landed]
+            for held in gone:
+                if self._tensors[held.slot].grad is not None:
                     raise assigned(held.fqn)
-        if gone:
-            dropped = {change.slot for change in changes if change.op == DROP}
-            self.shown = [index for index in self.shown if index not in dropped]
-        return changes
+        edits = [*self._edits, *(GradEdit(held.slot, DROP) for held in gone)]
+        self._edits.clear()
+        left = {*self.shown} - {held.slot for held in gone}
+        self.shown = sorted(left)
+        self._shown = [self._pairs[slot] for slot in self.shown]
+        return edits
 
 
 def assigned(name: str) -> UsageError:

@@ -152,16 +152,14 @@ class ShardedOptimizer:
         self._num_groups = len(groups)
         self._object = OptimizerObject(inner, groups)
         self._guards = []
-        fragments = [*self._fragments()]
         names = {
             id(param): slot.fqn
             for shard in self.shards
             for param, slot in zip(shard.unit.params, shard.unit.layout.slots, strict=True)
         }
-        self.stand_ins = HeldGrads(
-            [fragment.value for fragment in fragments],
-            [names[id(fragment.param)] for fragment in fragments],
-        )
+        # One of each group, which is enough to refuse a loop over ``params`` of a group.
+        firsts = list({f.group: f for f in reversed([*self._fragments()])}.values())
+        self.stand_ins = HeldGrads([f.value for f in firsts], [names[id(f.param)] for f in firsts])
         self._own_zero_grad = inner.zero_grad
         inner.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._worker = worker
