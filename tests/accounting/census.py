@@ -74,7 +74,7 @@ def micro_step(engine: Any) -> None:
 
 def storage_sizes(tensors: Iterable[Any]) -> dict[int, int]:
     """Bytes of each storage behind the tensors, by identity: views of one storage count once."""
-    storages = [t.untyped_storage() for t in tensors if isinstance(t, Tensor)]
+    storages = [t.untyped_storage() for t in tensors if isinstance(t, Tensor) and not t.is_sparse]
     return {s._cdata: s.nbytes() for s in storages}
 
 

@@ -61,9 +61,10 @@ def test_full_gradient_is_the_mean_of_the_ranks_unscaled(stage, precision):
         assert grad.dtype == torch.float32
         assert torch.equal(grad, coefficients(mean_factor(0, 3)))
         assert safe_get_full_grad(engine.module.gain).item() == mean_factor(0, 3)
-        assert p.grad is None
+        with pytest.raises(UsageError, match="safe_get_full_grad"):
+            p.grad.sum()
         engine.step()
-        assert safe_get_full_grad(p) is None
+        assert p.grad is safe_get_full_grad(p) is None
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -300,6 +300,10 @@ class Recorder:
             known = entry.rows[numel, dtype] = (row, word_with(entry.digest, nbytes, name))
         entry.row, entry.word = known
 
+    def note(self, *words: str) -> None:
+        """Fold into the history what every rank must do at this point, without a message."""
+        self._history = (self._history * MULTIPLIER ^ word_of(*words)) & MASK_64
+
     @property
     def hash64(self) -> int:
         """The running hash over (operation, name, bytes, dtype) of every collective so far."""

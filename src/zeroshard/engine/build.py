@@ -240,6 +240,9 @@ def _assemble(
             runtime.prefetcher, runtime.reducer, kind_of_backward=accumulation.kind_of_backward
         )
         undo.callback(hooks.remove)
+        if runtime.optimizer is not None:
+            runtime.reducer.measure = update.norm_before_step
+            runtime.reducer.fragments = runtime.optimizer.stand_ins
         if draft.mesh.tensor > 1:
             hooks.note_forwards(order.note)
             tensor_ranks = draft.mesh.group(draft.rank_info.rank, {"tensor"})

@@ -221,7 +221,7 @@ class Engine(nn.Module):
         """
         if not self.life.is_open:
             self.life.check("engine.backward()", "lp_params", "lp_grads")
-        self._hooks.recover()
+        self._hooks.settle()
         self._in_backward.append(self)
         try:
             if scale_wrt_gas and self.accumulation.steps > 1:
@@ -243,6 +243,7 @@ class Engine(nn.Module):
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for a plain ``.backward()`` in fp16."""
         self.life.check()
+        self._hooks.settle()
         self._scaled_by_caller = True
         return loss * self.scaler.scale
 
@@ -319,7 +320,7 @@ class Engine(nn.Module):
             self.life.check("engine.step()")
         if self.accumulation.deferred:
             raise UsageError("engine.step() inside no_sync(): leave the context before stepping.")
-        if self._hooks.recover():
+        if self._hooks.settle():
             raise UsageError(
                 "engine.step() after a backward that raised an exception: its gradients are "
                 "incomplete and were deleted. Run the micro-batches of the step again."
@@ -343,22 +344,21 @@ class Engine(nn.Module):
         except Exception as error:
             failed_call.tell(self, error, out_of_memory.UPDATE)
             raise
-        report, skipped = outcome.report, outcome.skipped
-        self.last_step = report
+        self.last_step = report = outcome.report
         self.global_steps += 1
-        self._skipped.advance(skipped, report, self.lr_scheduler, lr_kwargs or {})
+        self._skipped.advance(outcome.skipped, report, self.lr_scheduler, lr_kwargs or {})
         self.runtime.reducer.reset()
         self._hooks.forget_calls()
         self._norms, self._step_losses = outcome.norms, self._losses
         self._count_micro_batches()
+        self._scaled_by_caller = False
         self._forget_step()
-        self._end_step(skipped)
+        self._end_step(outcome.skipped)
         if self._preemption is not None:
             self._preemption.after_step(self)
 
     def _forget_step(self) -> None:
         """The next micro-batch is the first of its step."""
-        self._scaled_by_caller = False
         self._losses = []
         self._update.forget_step()
         self.accumulation.restart()
@@ -561,8 +561,7 @@ class Engine(nn.Module):
         self.runtime.reducer.abandon()
         if self.accumulation.micro_steps or self.accumulation.divided:
             self._on_abandon()
-        for param in self.module.parameters():
-            param.grad = None
+        self.module.zero_grad()
 
     def loader_of(self, dataset: Any, collate_fn: Callable[..., Any] | None) -> Any:
         """The loader of ``initialize(training_data=dataset)``."""
@@ -582,6 +581,7 @@ class Engine(nn.Module):
         )
 
     def _set_weight(self, own: float, active: int) -> None:
+        self._hooks.settle()  # before this batch counts
         self._weight = own
         if self.settings.uneven == "join" and active:
             self._update.join(active)

@@ -278,6 +278,8 @@ def _optim_state_of(param: nn.Parameter) -> tuple[Unit, UnitOptimState] | None:
     if optim_state is None:
         return None
     optim_state.shard.check_not_offloaded()
+    buffer = optim_state.shard.buffer
+    buffer.change(buffer.stand_ins.settle())
     if optim_state.optimizer is not None:
         optim_state.optimizer.life.check()
         optim_state.optimizer.wait_for_worker()

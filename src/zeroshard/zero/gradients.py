@@ -44,6 +44,7 @@ from zeroshard.core.tiers import Tier
 from zeroshard.errors import UnsupportedError
 from zeroshard.memory import storage
 from zeroshard.offload.swapped_storage import distinct
+from zeroshard.zero.held_grads import DROP, GradEdit, HeldGrads, apply
 from zeroshard.zero.unit import Unit, offloaded_error
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ class GradBuffer:
         self._reported = [0, 0, 0]  # bytes in each of _CATEGORIES
         self._num_params = len(unit.params)
         self._has_dtensors = bool(distributed(unit.params))
+        # What the program finds in ``.grad`` between backward and step.
+        self.stand_ins = HeldGrads(unit.params, [slot.fqn for slot in unit.layout.slots])
         self.addends: list[AddendSlots] = []  # one for each group of ranks with the same parts
         self._numels = [slot.numel for slot in unit.layout.slots]
         self._places = [
@@ -420,8 +423,33 @@ class GradBuffer:
             self.reduced_S = self.reduced_S.to(self.unit.row.grad_accum)
         accumulate(self.reduced_S, values_S)
 
+    def change(self, changes: Sequence[GradEdit]) -> None:
+        """Do to the gradients what the program did to their ``.grad``."""
+        if not changes:
+            return
+        if any(op in ("mul_", "div_") for _, op, _ in changes):
+            self.check_not_offloaded()  # the number is on the device
+        reduced_S = self.reduced_S
+        begin, end = self.unit.layout.shard_range(self.comm.rank)
+
+        def parts_of(index: int) -> list[Tensor]:
+            slot = self.unit.layout.slots[index]
+            low, high = max(begin, slot.start), min(end, slot.stop)
+            parts = [self.views[index]] if self.filled[index] else []
+            if reduced_S is not None and low < high:
+                parts.append(reduced_S[low - begin : high - begin])
+            return parts
+
+        apply(changes, parts_of)
+        for index in [index for index, op, _ in changes if op == DROP]:
+            self.filled[index] = self.has_grad[index] = False
+        if reduced_S is not None:
+            self.store_reduced(complete=True)
+            self.report()
+
     def reset(self) -> None:
         """Drop and free the gradients of this step."""
+        self.stand_ins.hide()
         self.grads_N, self.views = None, []
         self._waiting, self._waiting_numel = {}, 0
         self._take_back()

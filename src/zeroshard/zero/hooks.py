@@ -132,6 +132,7 @@ class StepHooks:
         self._task = IN_FORWARD  # the outermost backward that runs
         self._open_calls: dict[int, list[_Call]] = defaultdict(list)  # by ``recorded_in``, in order
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
+        reducer.on_dropped = on_abandon
         self._proxy = weakref.proxy(self)  # for graph nodes: a loss must not keep an engine alive
         self.on_modules: list[RemovableHandle] = []
         self.on_params: list[RemovableHandle] = []
@@ -425,9 +426,16 @@ class StepHooks:
         self.on_abandon()
         return True
 
-    def _begin_backward(self) -> None:
+    def settle(self) -> bool:
+        """:meth:`recover`, and take over what the program did to ``.grad``."""
+        recovered = self.recover()
+        self.reducer.settle()
+        return recovered
+
+    def _begin_backward(self, landed: Tensor | None = None) -> None:
         if self.running_backward:
             return
+        self.reducer.settle(hides=True, landed=landed)
         self.running_backward = True
         self._is_reached = False
         self._task = graph_task()
@@ -520,6 +528,8 @@ class StepHooks:
         if not self.running_backward:
             return
         self.reducer.end_backward()
+        if not self.is_pipeline:  # which makes its step before the program goes on
+            self.reducer.show(counted=self.counted)
         # Calls at the start of forward are still open: no node was recorded before them.
         for calls in self._open_calls.values():
             for call in [call for call in calls if call.entered]:
@@ -631,7 +641,7 @@ def _grad_ready(me: weakref.ref[StepHooks], number: int, param: nn.Parameter) ->
         raise UsageError(_ENGINE_DELETED)
     wrapped, buffer, index = hooks._grad_hooks[number]
     if not hooks.running_backward:
-        hooks._begin_backward()
+        hooks._begin_backward(param)
     if not hooks.counted:
         hooks.counted = hooks.on_backward_begin(True)
     if buffer.take_grad(index, param):

@@ -51,6 +51,7 @@ from zeroshard.optim.step_hooks import has_hooks, hook_counts
 from zeroshard.zero import sharded_parameter
 from zeroshard.zero.device_update import DeviceUpdate, Part, may_update
 from zeroshard.zero.gradients import GradBuffer, Norms
+from zeroshard.zero.held_grads import HeldGrads
 from zeroshard.zero.life import Life
 from zeroshard.zero.optimizer_object import OptimizerObject, is_patched
 from zeroshard.zero.optimizer_shard import (
@@ -166,6 +167,16 @@ class ShardedOptimizer:
         self.object = OptimizerObject(inner, groups)
         self._calls_several = False  # one step takes several calls of the optimizer's step
         self._guards = []
+        names = {
+            id(param): slot.fqn
+            for shard in self.shards
+            for param, slot in zip(shard.unit.params, shard.unit.layout.slots, strict=True)
+        }
+        # One of each group, which is enough to refuse a loop over ``params`` of a group.
+        firsts = list({f.group: f for f in reversed([*self._fragments()])}.values())
+        self.stand_ins = HeldGrads([f.value for f in firsts], [names[id(f.param)] for f in firsts])
+        self._own_zero_grad = inner.zero_grad
+        inner.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._worker = worker
         for shard in self.shards:
             shard.buffer.measure = shard.measure
@@ -357,6 +368,18 @@ class ShardedOptimizer:
             shard.unit.wait_for_unshard()
             shard.unit.write_back_edits()
 
+    def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """``zero_grad()`` of the optimizer object, for the parameters of its fragments."""
+        was_shown = bool(self.stand_ins.shown)
+        self.stand_ins.hide()
+        self._own_zero_grad(*args, **kwargs)
+        if was_shown:
+            self.stand_ins.show(None, None)
+        to_none = bool(args[0] if args else kwargs.get("set_to_none", True))
+        for shard in self.shards:
+            shard.buffer.stand_ins.drop(to_none)
+        HeldGrads(self._frozen, ()).drop(to_none)
+
     def wait_for_worker(self) -> None:
         """Block this thread until no update runs in host memory. Parameters are not all-gathered."""
         if self._worker is not None:
@@ -441,6 +464,8 @@ class ShardedOptimizer:
         """Free masters and state."""
         for handle in self._guards:
             handle.remove()
+        self.stand_ins.hide()
+        vars(self.inner).pop("zero_grad", None)
         self.object.close()
         for update in self._device_updates.values():
             update.close()

@@ -43,7 +43,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import TIERS, Span, Tier
-from zeroshard.errors import UsageError
 from zeroshard.memory import storage
 from zeroshard.offload.host_chunk import HostChunk, HostGradStore, HostStaging
 from zeroshard.offload.pager import page_nbytes
@@ -52,6 +51,7 @@ from zeroshard.optim import native_adam
 from zeroshard.optim.fragment_norms import norms_of
 from zeroshard.optim.fused_update import PIECE_NUMEL, sync_master_from_param
 from zeroshard.zero.gradients import GradBuffer, Norms
+from zeroshard.zero.held_grads import HeldGrad, assigned
 from zeroshard.zero.master_piece import MasterPiece, PagedPiece
 from zeroshard.zero.unit import Unit, offloaded_error
 
@@ -324,16 +324,18 @@ class OptimizerShard:
         (The engine clears ``.grad`` when a gradient is ready.)
 
         Raises:
-            UsageError: a parameter of the unit has ``.grad``.
+            UsageError: a parameter of the unit has such a ``.grad``.
         """
+        if len(self.buffer.stand_ins.shown) == len(self.unit.params):
+            return  # the engine has looked at them
         with torch._C.DisableTorchFunctionSubclass():
-            strays = [i for i, param in enumerate(self.unit.params) if param.grad is not None]
+            strays = [
+                i
+                for i, param in enumerate(self.unit.params)
+                if param.grad is not None and type(param.grad) is not HeldGrad
+            ]
         if strays:
-            raise UsageError(
-                f"{self.unit.layout.slots[strays[0]].fqn!r}.grad was assigned after backward; but "
-                "step() uses a sharded gradient that is stored elsewhere. Use "
-                "zeroshard.zero.safe_set_full_grad(param, value)."
-            )
+            raise assigned(self.unit.layout.slots[strays[0]].fqn)
 
     def sync_edits(self) -> None:
         """Copy into the masters what the program wrote into the parameters, in whatever way."""

@@ -15,7 +15,7 @@ Letters as in :mod:`zeroshard.zero.unit`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from zeroshard.errors import UsageError
 from zeroshard.zero.gradients import GradBuffer
+from zeroshard.zero.held_grads import DROP, HeldGrad, HeldGrads
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Handle
@@ -71,6 +73,10 @@ class GradReducer:
     predivide: float = 1.0
     copy_sums: Sequence[CopySums] = ()
     reducing: bool = False
+    measure: Callable[[], Tensor | None] | None = None  # the norm of what is held; collective
+    fragments: HeldGrads | None = None  # of the optimizer
+    on_dropped: Callable[[], None] | None = None  # called when the program dropped all gradients
+    _holds: bool = False  # gradients of a micro-batch
     waiting: bool = False  # gradients of a finished backward are not reduced yet
     _completes: bool = False  # the running backward is the last one of its step
     _accumulates: bool = False  # the running step sums several micro-batches
@@ -187,6 +193,96 @@ class GradReducer:
                 complete=self._completes,
             )
 
+    # ------------------------------------------------------------------ what the program sees
+
+    def show(self, *, counted: bool) -> None:
+        """Let the program find stand-ins in ``.grad``. ``counted``: a micro-batch gave gradients.
+
+        On one rank only parameters with a gradient have one. On several ranks all that are trained do,
+        because other ranks may have given theirs a gradient, and all ranks must see the same.
+        """
+        self._holds = self._holds or counted
+        if not self._holds:
+            return
+        for buffer in self.buffers:
+            alone = buffer.comm.size == 1
+            buffer.stand_ins.show(buffer.has_grad if alone else None, self)
+        if self.fragments is not None:
+            self.fragments.show(None, None)
+
+    def settle(self, *, hides: bool = False, landed: Tensor | None = None) -> None:
+        """Take over what the program did to ``.grad``. See [Note: held gradients]. No message.
+
+        ``hides``: a backward begins. ``landed``: a parameter whose gradient came before this call.
+
+        Raises:
+            UsageError: a gradient was assigned.
+        """
+        if not self._holds:
+            return
+        if self.fragments is not None and self.fragments.settle():
+            raise UsageError(
+                ".grad of the optimizer's own params was set to None. The optimizer has parts of the "
+                "parameters, whose gradients are stored elsewhere. Call optimizer.zero_grad(), or set "
+                ".grad of the model's parameters to None."
+            )
+        shown = sum(len(buffer.stand_ins.shown) for buffer in self.buffers)
+        unsure = landed is not None and any(
+            buffer.stand_ins.shows(landed) for buffer in self.buffers
+        )
+        found = [(buffer, buffer.stand_ins.settle(landed)) for buffer in self.buffers]
+        found = [(buffer, changes) for buffer, changes in found if changes]
+        for buffer, changes in found:
+            done = [f"{op} {index}" for index, op, _ in changes]
+            buffer.comm.recorder.note("gradients", buffer.unit.name, *done)
+        # By buffer: the last change of each slot.
+        ends = [(buffer, {index: op for index, op, _ in changes}) for buffer, changes in found]
+        cleared = sum(op in (DROP, "zero_") for _, last in ends for op in last.values())
+        if cleared and cleared == shown - unsure:
+            self.abandon()
+            for buffer, last in ends:  # as in PyTorch, a parameter whose gradient is 0 has one
+                for index in [index for index, op in last.items() if op == "zero_"]:
+                    buffer.has_grad[index] = True
+            if self.on_dropped is not None:
+                self.on_dropped()
+            return
+        if unsure and any(op == DROP for _, last in ends for op in last.values()):
+            raise UsageError(
+                ".grad of some parameters was set to None before a backward that does not run through "
+                "the model's output. Whether the gradient of the first parameter that it reaches was "
+                "dropped too is not known. Call engine.backward(loss) instead of loss.backward()."
+            )
+        for buffer, changes in found:
+            buffer.change(changes)
+        if hides:
+            self._hide()
+
+    def _hide(self) -> None:
+        for buffer in self.buffers:
+            buffer.stand_ins.hide()
+        if self.fragments is not None:
+            self.fragments.hide()
+
+    def norm_of(self, grads: Sequence[HeldGrad]) -> Tensor:
+        """See :class:`~zeroshard.zero.held_grads.Holder`."""
+        held = {id(grad) for buffer in self.buffers for grad in buffer.stand_ins.grads()}
+        given = {id(grad) for grad in grads}
+        if held != given:
+            raise UsageError(
+                f"the norm of {len(given)} gradients was asked for, {len(given & held)} of which are "
+                f"among the {len(held)} that one engine holds: only all of them have a norm together. "
+                "Pass all trained parameters of one engine. Read single gradients with "
+                "zeroshard.zero.safe_get_full_grad(param); to clip, the key gradient_clipping works too."
+            )
+        self.settle()
+        norm = None if self.measure is None else self.measure()
+        if norm is None:
+            raise UsageError(
+                'the norm of the gradients was asked for, with "compute_grad_norm": false in the '
+                "configuration or without an optimizer. Leave that key out."
+            )
+        return norm
+
     # ------------------------------------------------------------------ the step
 
     def finish(self) -> None:
@@ -279,5 +375,7 @@ class GradReducer:
             buffer.reset()
         for sums in self.copy_sums:
             sums.reset()
-        self.reducing = self.waiting = False
+        if self.fragments is not None:
+            self.fragments.hide()
+        self.reducing = self.waiting = self._holds = False
         self._running = []

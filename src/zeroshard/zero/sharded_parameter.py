@@ -188,7 +188,7 @@ _PROPERTIES = _named(
 _SETTABLE = _named(
     "requires_grad grad names _backward_hooks _post_accumulate_grad_hooks _grad grad_dtype"
 )
-_METADATA: frozenset[Any] = frozenset(
+METADATA: frozenset[Any] = frozenset(
     [p.__get__ for p in _PROPERTIES]
     + [p.__set__ for p in _SETTABLE]
     + [_T.grad.__delete__]  # type: ignore[union-attr]
@@ -201,14 +201,14 @@ _METADATA: frozenset[Any] = frozenset(
     + _named("is_floating_point is_complex numel is_same_size is_signed is_inference is_conj is_neg",
              of=torch)
 )  # fmt: skip
-_LAYOUT: frozenset[Any] = frozenset(_named("stride is_contiguous dim_order"))
+LAYOUT: frozenset[Any] = frozenset(_named("stride is_contiguous dim_order"))
 """Answered for the full parameter, since a placeholder has other strides."""
-_LIKE: frozenset[Any] = frozenset(
+LIKE: frozenset[Any] = frozenset(
     _named("zeros_like ones_like empty_like full_like rand_like randn_like randint_like", of=torch)
     + _named("new_zeros new_ones new_empty new_full new_tensor new_empty_strided")
 )
 """Make new tensors of the parameter's shape, dtype and device: its values are not needed."""
-_CASTS: frozenset[Any] = frozenset(
+CASTS: frozenset[Any] = frozenset(
     _named("to type cpu cuda float double half bfloat16 int long bool short byte char")
 )
 """Give the parameter itself if nothing has to be cast."""
@@ -279,7 +279,7 @@ class ShardedParameter(nn.Parameter):
         kind = ShardedParameter  # ``cls`` may be StateEntry
         with torch._C.DisableTorchFunctionSubclass():
             # ``type()`` without argument gives the name of the tensor type; with one it is a cast.
-            if func in _METADATA or (func is _T.type and len(args) == 1 and not kwargs):
+            if func in METADATA or (func is _T.type and len(args) == 1 and not kwargs):
                 return func(*args, **kwargs)
             used = list(_tensors_in((args, kwargs), Tensor))
             for param in in_order(param for param in used if isinstance(param, kind)):
@@ -483,7 +483,7 @@ class ReadOnlyCopy(Tensor):
             # The parameter is gathered first; the call with its copy comes here again.
             return ShardedParameter.__torch_function__(func, types, args, kwargs)
         copies = list(_tensors_in((args, kwargs), cls))
-        if func not in _METADATA and func not in _ADDRESSES:
+        if func not in METADATA and func not in _ADDRESSES:
             for targets, how in _written(func, args, kwargs):
                 for copy in _tensors_in(targets, cls):
                     raise _lost_write(copy, how)
@@ -606,12 +606,12 @@ def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
     """The answer to a call that needs only shape, dtype and device of the parameter, else None."""
     if not isinstance(param, ShardedParameter):
         return None
-    if func in _LAYOUT or func in _LIKE:
+    if func in LAYOUT or func in LIKE:
         twin = torch.empty(param.shape, dtype=param.dtype, device="meta")
-        if func in _LIKE:
+        if func in LIKE:
             kwargs = {"device": _home(param).device, **kwargs}
         return func(twin, *args, **kwargs)
-    if func in _CASTS and "memory_format" not in kwargs and not isinstance(param, StateEntry):
+    if func in CASTS and "memory_format" not in kwargs and not isinstance(param, StateEntry):
         nothing = torch.empty(0, dtype=param.dtype, device=param.device)
         if not any(True for _ in _tensors_in((args, kwargs), ShardedParameter)):
             return param if func(nothing, *args, **kwargs) is nothing else None
