@@ -37,6 +37,10 @@ def release(flat: Tensor) -> None:
     resize(flat, 0)
 
 
+uses: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many tensors and others hold the storage that is at an address (``UntypedStorage._cdata``)."""
+
+
 _ROWS = _COLUMNS = 2**12
 """The words of a fingerprint are summed by rows and by columns of a matrix of at most this size."""
 
@@ -97,8 +101,7 @@ def weights_for(flat: Tensor) -> Tensor:
 
 def is_aliased(tensor: Tensor) -> bool:
     """Whether another tensor shares the storage. (Two uses are known: ``tensor`` and this look-up.)"""
-    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return users > 2
+    return uses(tensor.untyped_storage()._cdata) > 2
 
 
 def is_shared(a: Tensor, b: Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from zeroshard.zero.saved_views import can_count
 from zeroshard.zero.unit import Unit, UnitState
 
 
@@ -25,7 +26,8 @@ class WrappedModule:
     module: nn.Module
     units: tuple[Unit, ...]
     sharded: tuple[Unit, ...] = field(init=False)  # the units that are not resident
-    storage_ids: frozenset[int] = field(init=False)  # of their full parameters
+    storage_ids: set[int] = field(init=False)  # of their full parameters
+    counts_views: bool = field(init=False)  # see ``saved_views.py``
     numel: int = field(init=False)  # elements to gather: those of ``sharded``
     running: list[Any] = field(default_factory=list)  # calls inside forward; None: not recorded
     open_calls: int = 0  # forward calls that backward has not left yet
@@ -34,7 +36,10 @@ class WrappedModule:
 
     def __post_init__(self) -> None:
         self.sharded = tuple(unit for unit in self.units if not unit.resident)
-        self.storage_ids = frozenset(unit.storage_id for unit in self.sharded)
+        self.storage_ids = {unit.storage_id for unit in self.sharded}
+        for unit in self.sharded:
+            unit.storage_ids = self.storage_ids
+        self.counts_views = can_count(self.sharded)
         self.numel = sum(unit.layout.full_numel for unit in self.sharded)
         self.trainable_units = sum(unit.trainable for unit in self.units)
 
