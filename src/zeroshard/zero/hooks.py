@@ -124,7 +124,6 @@ class StepHooks:
         self.counted = False  # the running backward is known to be that of a micro-batch
         self.creates_graph = False
         self.keeps_graph = False  # what the running backward reads stays in the graph
-        self.saved_views = SavedViews()
         self._root_call: _Call | None = None  # of the last forward with gradients
         self.forward_depth = 0
         self.is_pipeline = False
@@ -138,7 +137,11 @@ class StepHooks:
         self._task = IN_FORWARD  # the outermost backward that runs
         self._open_calls: dict[int, list[_Call]] = defaultdict(list)  # by ``recorded_in``, in order
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
-        self._proxy = weakref.proxy(self)  # for graph nodes: a loss must not keep an engine alive
+        # For graph nodes: a loss must not keep an engine alive.
+        self._proxy = me = weakref.proxy(self)
+        self.saved_views = SavedViews(
+            prefetcher.wrapped_modules, lambda *read: me._before_backward(*read)
+        )
         self.on_modules: list[RemovableHandle] = []
         self.on_params: list[RemovableHandle] = []
         self._on_state: list[RemovableHandle] = []

@@ -28,6 +28,7 @@ class WrappedModule:
     sharded: tuple[Unit, ...] = field(init=False)  # the units that are not resident
     storage_ids: set[int] = field(init=False)  # of their full parameters
     counts_views: bool = field(init=False)  # see ``saved_views.py``
+    is_read_aside: bool = False  # backward reads it, and came through none of its outputs
     numel: int = field(init=False)  # elements to gather: those of ``sharded``
     running: list[Any] = field(default_factory=list)  # calls inside forward; None: not recorded
     open_calls: int = 0  # forward calls that backward has not left yet

@@ -59,7 +59,7 @@ from zeroshard.comm.dtensors import KINDS, distributed, local_of
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DistributedError, UnitStateError, UsageError
-from zeroshard.memory.storage import resize, uses
+from zeroshard.memory.storage import has_more_uses, resize, uses
 from zeroshard.offload.shard_store import AllocateShard, MemoryShardStore, ShardStore
 from zeroshard.watchdog.diagnosis import READ
 from zeroshard.zero import sharded_parameter
@@ -235,6 +235,11 @@ class Unit:
             self.state is UnitState.UPDATING and not self.is_allocated
         )
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the parameters have their values."""
+        return self.state is UnitState.FULL
+
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value}, N={self.layout.full_numel})"
 
@@ -312,7 +317,7 @@ class Unit:
     def _free_unsharded(self) -> None:
         self._transition(UnitState.SHARDED)
         self._mark_sharded()
-        if uses(self.storage_id) > self.expected_uses:
+        if self._has_storage and has_more_uses(self.storage_id, self.expected_uses):
             self._leave_storage()
         self._set_allocated(False)
 
@@ -337,6 +342,7 @@ class Unit:
         for tensor in (self.full_N, self._own_part_S, *self._views):
             tensor.data = tensor.new_empty(0)
         self.storage_ids.discard(self.storage_id)
+        self.storage_id = 0
         self._has_storage = False
 
     def _take_storage(self) -> None:
