@@ -142,6 +142,40 @@ def test_what_public_programs_save_loads_and_is_right():
             torch.testing.assert_close(head[name[9:]], value, rtol=1e-12, atol=1e-12)
 
 
+# ---------------------------------------------------------------------- resident parameters
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "AdamW", "offloaded"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_aliases_have_the_new_values_when_step_returns(stage, transport, optimizer):
+    zero = {"offload_optimizer": {"device": "cpu"}} if optimizer == "offloaded" else {}
+    chosen = sgd if optimizer == "sgd" else kit.ADAMW
+    model = Net(num=30).double()
+    keys = {"transport": transport, "zero_optimization": zero, "units": ["blocks.*"]}
+    with kit.engine(model, stage, optimizer=chosen, **keys) as engine:
+        for step in range(RUNS):
+            if step == 0:
+                alias = [p.data for p in engine.module.parameters()]
+                kept = engine.module.state_dict()
+            loss = engine(batch(step)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            seen = [a.clone() for a in reversed(alias)][::-1]
+            listed = [value.clone() for value in kept.values()]
+            for param, a, b in zip(engine.module.parameters(), seen, listed, strict=True):
+                assert torch.equal(a, param.detach())
+                assert torch.equal(b, a)
+            if step == 1:
+                assert all(unit.is_aliased for unit in engine.runtime.units)
+        del alias, kept
+        for _ in range(2):
+            engine.backward(engine(batch(0)).square().mean())
+            engine.step()
+        assert not any(unit.is_aliased for unit in engine.runtime.units)
+
+
 # ---------------------------------------------------------------------- kept by a forward
 
 

@@ -140,7 +140,7 @@ class StepHooks:
         # For graph nodes: a loss must not keep an engine alive.
         self._proxy = me = weakref.proxy(self)
         self.saved_views = SavedViews(
-            prefetcher.wrapped_modules, lambda *read: me._before_backward(*read)
+            prefetcher.wrapped_modules, lambda *read: StepHooks._before_backward(me, *read)
         )
         self.on_modules: list[RemovableHandle] = []
         self.on_params: list[RemovableHandle] = []

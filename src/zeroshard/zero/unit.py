@@ -153,6 +153,9 @@ class Unit:
         self.optim_state: object | None = None  # an ``access.UnitOptimState``; None while frozen
         self.is_lone_read: Callable[[str], bool] = _never_lone  # asked before a read gathers
         self.pin_count = 0  # open GatheredParameters blocks; above 0 the unit is not resharded
+        self.is_aliased = False  # the program holds the storage of a resident unit; see note_uses()
+        self._own_uses = 0  # of a full resident unit's storage, by the engine
+        self._uses_before = -1  # the update; -1: not counted
         self.fingerprint: Tensor | None = None  # of the values when GatheredParameters was entered
         self._handle: Handle | None = None
         self._full_versions: tuple[int, ...] = ()  # of the parameters, when they became full
@@ -389,6 +392,9 @@ class Unit:
         of others, in the order that their all-gathers have on every rank.
         """
         self.wait_for_unshard()  # if the unit was not used since the last update
+        if self._uses_before >= 0:
+            self._own_uses += max(0, self._count_uses() - self._uses_before)
+            self._uses_before = -1
         self.increment_versions()
         if updating is None:
             self.store.write()
@@ -404,6 +410,19 @@ class Unit:
             if updating is not None:
                 self._transition(UnitState.UPDATING)
         self._wait_for_update, self._end_in_order = updating, in_order
+
+    def own_uses(self) -> None:
+        """Take all tensors that share the storage of this resident unit for the engine's."""
+        self._own_uses = self._count_uses()
+
+    def note_uses(self) -> None:
+        """Find out whether the program holds tensors on the storage of this resident unit.
+
+        To be called before each update, in which the optimizer may make tensors of its own.
+        """
+        self.wait_for_unshard()
+        self._uses_before = self._count_uses()
+        self.is_aliased = self._uses_before > self._own_uses
 
     def _end_update(self) -> None:
         if self._end_in_order is not None:
