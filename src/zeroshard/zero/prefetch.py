@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroshard.zero.saved_views import can_count
 from zeroshard.zero.unit import Unit, UnitState
 
 
@@ -40,7 +40,8 @@ class WrappedModule:
         self.storage_ids = {unit.storage_id for unit in self.sharded}
         for unit in self.sharded:
             unit.storage_ids = self.storage_ids
-        self.counts_views = can_count(self.sharded)
+        is_fake = any(isinstance(unit.full_N, FakeTensor) for unit in self.sharded)
+        self.counts_views = bool(self.sharded) and not is_fake
         self.numel = sum(unit.layout.full_numel for unit in self.sharded)
         self.trainable_units = sum(unit.trainable for unit in self.units)
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.memory.storage import has_more_uses, uses
 
@@ -173,8 +172,3 @@ def done(units: Sequence[Unit], saved: Sequence[int]) -> None:
     """Expect no more the views of a call, because backward has freed them."""
     for unit, number in zip(units, saved, strict=False):
         unit.expected_uses -= number
-
-
-def can_count(units: Sequence[Unit]) -> bool:
-    """Whether the units have memory."""
-    return bool(units) and not any(isinstance(unit.full_N, FakeTensor) for unit in units)
