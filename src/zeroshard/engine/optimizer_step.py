@@ -162,6 +162,11 @@ class OptimizerStep:
         self._active = self._rounds = 0  # counted by join() in this step
         self._late: list[tuple[Unit, PendingUpdates]] = []
         self._updating: list[Unit] = []  # resident units, in the order of their all-gathers
+        gathers = runtime.stage.shards_optimizer
+        shards = runtime.optimizer.shards if runtime.optimizer and gathers else ()
+        self._whole = [s.unit for s in shards if s.unit.resident and s.unit.comm.size > 1]
+        for unit in self._whole:
+            unit.own_uses()
         offload = settings.zero_optimization.offload_optimizer
         self._asks_norm: bool = settings.zero_optimization.compute_grad_norm
         self._is_delayed = offload is not None and offload.delayed_update
@@ -245,11 +250,16 @@ class OptimizerStep:
         """Update every unit and make the new values available. An error fails the engine for good."""
         optimizer = self._runtime.optimizer
         assert optimizer is not None
+        for unit in self._whole:
+            unit.note_uses()
         updated = optimizer.update(factor, found_inf=found_inf, untouched=untouched)
         try:
             with contextlib.closing(updated):
                 for unit, pending in updated:
                     self._all_gather_updated(unit, pending)
+            for unit in self._whole:
+                if unit.is_aliased:  # nothing tells when the program reads the new values
+                    unit.wait_for_unshard()
         except BaseException as error:
             self._fail(error)
             raise

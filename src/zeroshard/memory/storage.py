@@ -8,6 +8,7 @@ are views of it. Releasing or allocating it changes its size and never its ident
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 
@@ -35,6 +36,28 @@ def allocate(flat: Tensor) -> None:
 def release(flat: Tensor) -> None:
     """Free the memory of ``flat`` and all its views. They must not be read until :func:`allocate`."""
     resize(flat, 0)
+
+
+uses: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many tensors and others hold the storage that is at an address (``UntypedStorage._cdata``)."""
+
+
+_PATIENCE_S = 5e-4
+
+
+def has_more_uses(address: int, expected: int) -> bool:
+    """Whether more than ``expected`` hold a storage, and not only for a moment.
+
+    A thread of a transport lets go of the tensors of a collective a little after it has ended.
+    """
+    until = 0.0
+    while uses(address) > expected:
+        now = time.monotonic()
+        until = until or now + _PATIENCE_S
+        if now > until:
+            return True
+        time.sleep(_PATIENCE_S / 10)
+    return False
 
 
 _ROWS = _COLUMNS = 2**12
@@ -97,8 +120,7 @@ def weights_for(flat: Tensor) -> Tensor:
 
 def is_aliased(tensor: Tensor) -> bool:
     """Whether another tensor shares the storage. (Two uses are known: ``tensor`` and this look-up.)"""
-    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return users > 2
+    return uses(tensor.untyped_storage()._cdata) > 2
 
 
 def is_shared(a: Tensor, b: Tensor) -> bool:

@@ -66,7 +66,9 @@ class GatheredParameters:
     masters at the end of the block, also if an exception ends it. Not on a mesh, where a DTensor is a
     DTensor in the block too. Without ``modifier_rank``, values are
     for reading. (Then resident parameters keep an edit that is the same on all ranks; inside
-    ``zero.Init`` everything may be written.) Blocks may nest. Collective.
+    ``zero.Init`` everything may be written.) Blocks may nest. Collective. Tensors that are taken in the
+    block and share memory with parameters keep the values of the block: where parameters are sharded
+    they do not follow later updates.
     (DeepSpeed: ``deepspeed.zero.GatheredParameters``.)
 
     Raises:

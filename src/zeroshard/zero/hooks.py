@@ -61,6 +61,7 @@ from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.input_shapes import shapes_of
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
 from zeroshard.zero.reduce import BackwardKind, GradReducer
+from zeroshard.zero.saved_views import SavedViews, done
 
 IN_FORWARD = -1
 """The number of the running graph task, if there is none."""
@@ -85,6 +86,8 @@ class _Call:
     forward: int  # the number of the root's forward that it belongs to
     entered: bool = False  # backward has reached one of its outputs
     open: bool = True  # backward has not left it
+    counts: list[int] | None = None  # see ``SavedViews.begin``
+    saved: list[int] = dataclasses.field(default_factory=list)  # views of each unit in the graph
 
 
 class StepHooks:
@@ -120,6 +123,8 @@ class StepHooks:
         self.running_backward = False
         self.counted = False  # the running backward is known to be that of a micro-batch
         self.creates_graph = False
+        self.keeps_graph = False  # what the running backward reads stays in the graph
+        self._root_call: _Call | None = None  # of the last forward with gradients
         self.forward_depth = 0
         self.is_pipeline = False
         # Of the last forward with gradients: args and kwargs of the root.
@@ -133,7 +138,11 @@ class StepHooks:
         self._open_calls: dict[int, list[_Call]] = defaultdict(list)  # by ``recorded_in``, in order
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
         reducer.on_dropped = on_abandon
-        self._proxy = weakref.proxy(self)  # for graph nodes: a loss must not keep an engine alive
+        # For graph nodes: a loss must not keep an engine alive.
+        self._proxy = me = weakref.proxy(self)
+        self.saved_views = SavedViews(
+            prefetcher.wrapped_modules, lambda *read: StepHooks._before_backward(me, *read)
+        )
         self.on_modules: list[RemovableHandle] = []
         self.on_params: list[RemovableHandle] = []
         self._on_state: list[RemovableHandle] = []
@@ -249,6 +258,11 @@ class StepHooks:
             self.on_forward_begin()
             self._forward += 1
             self.prefetcher.begin_forward()
+            self._root_call = None
+            self.saved_views.stop()
+            if torch.is_grad_enabled() and wrapped.sharded:
+                self._root_call = call = _Call(wrapped, IN_FORWARD, 0, self._forward)
+                call.counts = self.saved_views.begin(wrapped, call)
         self.forward_depth += 1
 
     def _before_transformed(self, wrapped: WrappedModule) -> None:
@@ -321,6 +335,9 @@ class StepHooks:
         self.forward_depth = max(0, self.forward_depth - 1)
         if self.forward_depth:
             return output
+        if (call := self._root_call) is not None:
+            call.saved = self.saved_views.end(wrapped, call, call.counts)
+        self.saved_views.stop()
         self.prefetcher.end_forward()
         if self._watch_outputs(wrapped, output):
             if not self.prefetcher.keeps_root:
@@ -367,6 +384,7 @@ class StepHooks:
             return
         call = _Call(wrapped, task, torch._C._autograd._get_sequence_nr(), self._forward)
         self._open_calls[call.recorded_in].append(call)
+        call.counts = self.saved_views.begin(wrapped, call)
         wrapped.open_calls += 1
         wrapped.running.append(call)
 
@@ -377,6 +395,8 @@ class StepHooks:
             return output
         output = _copy_own_views(wrapped, output)
         call = wrapped.running.pop() if wrapped.running else None
+        if call is not None:
+            call.saved = self.saved_views.end(wrapped, call, call.counts)
         visible = self._watch_outputs(wrapped, output, call)
         if in_backward():
             return output  # recomputed: backward reads the parameters next
@@ -439,6 +459,7 @@ class StepHooks:
         self.running_backward = True
         self._is_reached = False
         self._task = graph_task()
+        self.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self.creates_graph = torch.is_grad_enabled()  # a second backward will read the parameters
         self.counted = self.on_backward_begin(False)
         self.reducer.begin_backward(self.kind_of_backward())
@@ -503,6 +524,8 @@ class StepHooks:
         wrapped = call.wrapped
         wrapped.open_calls -= 1
         call.open = call.entered = False
+        if not self.keeps_graph:
+            done(wrapped.sharded, call.saved)
         if not self.running_backward or wrapped.open_calls:
             return
         wrapped.missing_units = 0
@@ -535,6 +558,9 @@ class StepHooks:
             for call in [call for call in calls if call.entered]:
                 calls.remove(call)
                 self._module_backward_done(call)
+        if (root := self._root_call) is not None and not self.keeps_graph:
+            done(root.wrapped.sharded, root.saved)
+            self._root_call = None
         if not self.creates_graph:
             self.prefetcher.reshard_all()
         self.running_backward = False

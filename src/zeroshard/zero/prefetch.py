@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.zero.unit import Unit, UnitState
 
@@ -25,7 +26,9 @@ class WrappedModule:
     module: nn.Module
     units: tuple[Unit, ...]
     sharded: tuple[Unit, ...] = field(init=False)  # the units that are not resident
-    storage_ids: frozenset[int] = field(init=False)  # of their full parameters
+    storage_ids: set[int] = field(init=False)  # of their full parameters
+    counts_views: bool = field(init=False)  # see ``saved_views.py``
+    is_read_aside: bool = False  # backward reads it, and came through none of its outputs
     numel: int = field(init=False)  # elements to gather: those of ``sharded``
     running: list[Any] = field(default_factory=list)  # calls inside forward; None: not recorded
     open_calls: int = 0  # forward calls that backward has not left yet
@@ -34,7 +37,11 @@ class WrappedModule:
 
     def __post_init__(self) -> None:
         self.sharded = tuple(unit for unit in self.units if not unit.resident)
-        self.storage_ids = frozenset(unit.storage_id for unit in self.sharded)
+        self.storage_ids = {unit.storage_id for unit in self.sharded}
+        for unit in self.sharded:
+            unit.storage_ids = self.storage_ids
+        is_fake = any(isinstance(unit.full_N, FakeTensor) for unit in self.sharded)
+        self.counts_views = bool(self.sharded) and not is_fake
         self.numel = sum(unit.layout.full_numel for unit in self.sharded)
         self.trainable_units = sum(unit.trainable for unit in self.units)
 

@@ -10,10 +10,10 @@ number of elements of one rank's shard. The name of a flat tensor ends in its ex
 (ADR 0001). So collectives read and write the unit's memory without copies, and no cut splits what a SIMD
 instruction does at once. Otherwise stages would not agree bit for bit.
 
-*Who owns which memory.* The unit owns one storage, that of ``full_N``, as long as it lives. Full
-parameters are views of it. It is freed and filled by resizing, and never replaced by another storage (ADR
-0002). Without this, a tensor that autograd saved in forward would keep an old storage, and backward would
-compute with old values and no error. In a *resident* unit ``shard_S`` is a slice of ``full_N``, and
+*Who owns which memory.* The unit owns one storage, that of ``full_N``. Full parameters are views of it.
+It is freed and filled by resizing, and not replaced by another storage (ADR 0002). Without this, tensors
+that autograd saved in forward would keep every storage until backward. The exception is a storage that
+somebody else may read (*Aliases*). In a *resident* unit ``shard_S`` is a slice of ``full_N``, and
 ``full_N`` is never freed. Units are resident at stages 0 to 2, and at stage 3 on one rank unless
 parameters are offloaded. In other units ``shard_S`` has a storage of its own, and the
 unit's shard store decides when it is in memory (:mod:`zeroshard.offload.shard_store`).
@@ -29,6 +29,12 @@ is freed (on CPU a segmentation fault) or that an all-gather is still writing.
 unit that was not unsharded is an error. Without this, it would read freed memory where no hook ran. An
 update raises the versions for good: a graph from before ``step()`` is refused at every stage.
 
+*Aliases.* A program may keep a tensor that shares the storage (``param.detach()``, a ``state_dict()``).
+After its memory is freed, a read of it would end the process. So a storage is freed only if no more
+tensors hold it than are known to be harmless (``expected_uses``): those of the unit, and views that
+autograd has saved, whose versions it will compare (:mod:`zeroshard.zero.saved_views`). Otherwise the
+storage stays, with its values, to those who hold it, and the unit takes a new one at its next use.
+
 *Edits.* A program may write into full parameters. ``reshard`` hands this rank's part of them to the
 shard store before it frees them, and says whether PyTorch has counted a write; ``discard_unsharded`` does
 not, and is for the time after an update, when the shard is newer than ``full_N``. A program that assigns
@@ -38,6 +44,7 @@ restores the view.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
@@ -45,13 +52,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zeroshard.comm.dtensors import KINDS, distributed, local_of
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DistributedError, UnitStateError, UsageError
-from zeroshard.memory.storage import resize
+from zeroshard.memory.storage import has_more_uses, resize, uses
 from zeroshard.offload.shard_store import AllocateShard, MemoryShardStore, ShardStore
 from zeroshard.watchdog.diagnosis import READ
 from zeroshard.zero import sharded_parameter
@@ -145,6 +153,9 @@ class Unit:
         self.optim_state: object | None = None  # an ``access.UnitOptimState``; None while frozen
         self.is_lone_read: Callable[[str], bool] = _never_lone  # asked before a read gathers
         self.pin_count = 0  # open GatheredParameters blocks; above 0 the unit is not resharded
+        self.is_aliased = False  # the program holds the storage of a resident unit; see note_uses()
+        self._own_uses = 0  # of a full resident unit's storage, by the engine
+        self._uses_before = -1  # the update; -1: not counted
         self.fingerprint: Tensor | None = None  # of the values when GatheredParameters was entered
         self._handle: Handle | None = None
         self._full_versions: tuple[int, ...] = ()  # of the parameters, when they became full
@@ -165,6 +176,10 @@ class Unit:
         self.full_nbytes = self.full_N.nbytes
         # Equal for every view of full_N.
         self.storage_id: int = self.full_N.untyped_storage()._cdata
+        self.storage_ids = {self.storage_id}  # a module's units share one set
+        self._has_storage = True  # False after another holder got it
+        # Uses of the storage besides those of full parameters that do not forbid to free it.
+        self.expected_uses = self._count_uses()
         self.is_allocated = True  # full_N has memory
         if not resident:
             self._set_allocated(False)  # memory was needed only to make the views
@@ -190,6 +205,9 @@ class Unit:
         )  # fmt: skip
         is_plain = len(self._versioned) == len(self.params)
         self._is_alias = _is_alias_of if is_plain else _is_alias_of_local
+        # Full DTensors are the views themselves, other parameters hold the storage too.
+        self.param_uses = len(self.params) - len(distributed(self.params))
+        self.saved_of: dict[int, int] = {}  # new uses after a forward: views that autograd saved
         scatterer.finish()
         self.shard_S = part[low:high] if resident else part
         self.store = store_of(self.shard_S)
@@ -219,6 +237,11 @@ class Unit:
         return self.state is UnitState.SHARDED or (
             self.state is UnitState.UPDATING and not self.is_allocated
         )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the parameters have their values."""
+        return self.state is UnitState.FULL
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value}, N={self.layout.full_numel})"
@@ -297,14 +320,44 @@ class Unit:
     def _free_unsharded(self) -> None:
         self._transition(UnitState.SHARDED)
         self._mark_sharded()
+        if self._has_storage and has_more_uses(self.storage_id, self.expected_uses):
+            self._leave_storage()
         self._set_allocated(False)
 
     def _set_allocated(self, allocated: bool) -> None:
         """Give ``full_N`` memory, with undefined contents, or free it. See ``memory/storage.py``."""
         nbytes = self.full_nbytes if allocated else 0
-        resize(self.full_N, nbytes)
+        if self._has_storage:
+            resize(self.full_N, nbytes)
+        elif allocated:
+            self._take_storage()
+        if allocated and not self.is_allocated:
+            self.expected_uses = self._count_uses()
         self.is_allocated = allocated
         self.ledger.hold("gathered", self.name, nbytes)
+
+    def _count_uses(self) -> int:
+        # Fake tensors have no memory that could be read, and their mode holds some.
+        return sys.maxsize if isinstance(self.full_N, FakeTensor) else uses(self.storage_id)
+
+    def _leave_storage(self) -> None:
+        """Leave the storage with its values to those who hold it. The next use takes another one."""
+        for tensor in (self.full_N, self._own_part_S, *self._views):
+            tensor.data = tensor.new_empty(0)
+        self.storage_ids.discard(self.storage_id)
+        self.storage_id = 0
+        self._has_storage = False
+
+    def _take_storage(self) -> None:
+        layout = self.layout
+        low, high = layout.shard_range(self.comm.rank)
+        flat_N = self.full_N.new_empty(layout.full_numel)
+        self.full_N.data, self._own_part_S.data = flat_N, flat_N[low:high]
+        for view, slot in zip(self._views, layout.slots, strict=True):
+            view.data = flat_N[slot.start : slot.stop].view(slot.shape)
+        self.storage_id = flat_N.untyped_storage()._cdata
+        self.storage_ids.add(self.storage_id)
+        self._has_storage = True
 
     def _mark_sharded(self) -> None:
         """Put placeholders into the parameters and raise their versions.
@@ -339,6 +392,9 @@ class Unit:
         of others, in the order that their all-gathers have on every rank.
         """
         self.wait_for_unshard()  # if the unit was not used since the last update
+        if self._uses_before >= 0:
+            self._own_uses += max(0, self._count_uses() - self._uses_before)
+            self._uses_before = -1
         self.increment_versions()
         if updating is None:
             self.store.write()
@@ -354,6 +410,19 @@ class Unit:
             if updating is not None:
                 self._transition(UnitState.UPDATING)
         self._wait_for_update, self._end_in_order = updating, in_order
+
+    def own_uses(self) -> None:
+        """Take all tensors that share the storage of this resident unit for the engine's."""
+        self._own_uses = self._count_uses()
+
+    def note_uses(self) -> None:
+        """Find out whether the program holds tensors on the storage of this resident unit.
+
+        To be called before each update, in which the optimizer may make tensors of its own.
+        """
+        self.wait_for_unshard()
+        self._uses_before = self._count_uses()
+        self.is_aliased = self._uses_before > self._own_uses
 
     def _end_update(self) -> None:
         if self._end_in_order is not None:
