@@ -26,7 +26,7 @@ PLACES = [
 TRAINED = {
     "schedulefree": "AdamWScheduleFree SGDScheduleFree RAdamScheduleFree AdamWScheduleFreePaper",
     "lion_pytorch": "Lion",
-    "pytorch_optimizer": "ADOPT AdEMAMix AdaBelief AdaBound AdaMax AdaMod AdaPNM AdamS Adan AggMo "
+    "pytorch_optimizer": "ADOPT AdEMAMix AdaBelief AdaBound AdaMax AdaMod AdaPNM AdamS Adan "
     "Ano AccSGD DiffGrad DualAdam EXAdam Grams Kate LaProp MADGRAD PID PNM QHAdam QHM SGDW "
     "ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD VSGD",
 }
