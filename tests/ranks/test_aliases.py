@@ -16,7 +16,7 @@ from zeroshard.testing import on_ranks
 from zeroshard.zero import GatheredParameters
 from zeroshard.zero.unit import Unit
 
-RUNS = 50 if os.environ.get("ZEROSHARD_TEST_ALL") else 4
+RUNS = 50 if os.environ.get("ZEROSHARD_TEST_ALL") else 2
 TRANSPORTS = ["shm", "p2p", "stock"]
 
 
