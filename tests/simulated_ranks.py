@@ -227,7 +227,8 @@ class SimulatedRank:
 
     def _fill(self, inner: torch.optim.Optimizer) -> None:
         for _, slot, value, state in self.fragments():
-            value.copy_(state(VALUE))
+            with torch._C.DisableTorchFunctionSubclass():  # it refuses writes of programs
+                value.copy_(state(VALUE))
             inner.state[value] = {"step": torch.tensor(steps_of(slot.fqn))} | {
                 name: state(name).clone().view(value.shape) for name in MOMENTS
             }

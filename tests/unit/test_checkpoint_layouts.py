@@ -212,7 +212,8 @@ def test_the_tools_show_compare_and_export_whole_tensors(root, tmp_path, monkeyp
 def test_a_change_of_one_element_in_one_box_is_a_difference(root, tmp_path):
     ranks = simulate(MESHES["tp 4 x dp 2"])
     _, slot, value, _ = next(f for f in ranks[5].fragments() if f[1].fqn == "blocks.2.down.weight")
-    value.view(-1)[0] += 1
+    with torch._C.DisableTorchFunctionSubclass():  # the optimizer's tensors refuse writes
+        value.view(-1)[0] += 1
     path = save_all(ranks, tmp_path, "changed", options=Options(frozen="always"))
     found = json.loads(ckpt("diff", root / "one_rank", path, "--json", code=1))
     assert [(row["name"], row["part"]) for row in found] == [(slot.fqn, VALUE)]

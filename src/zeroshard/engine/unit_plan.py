@@ -220,7 +220,7 @@ def _unit_specs(
             raise UnsupportedError(
                 f"parameter {fqn!r} of dtype {param.dtype} cannot be trained: shards, norms and files "
                 "are real. Keep it as its real view, nn.Parameter(torch.view_as_real(w)), and use "
-                "torch.view_as_complex in forward; torch's optimizers treat it the same."
+                "torch.view_as_complex in forward."
             )
         if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
             raise UnsupportedError(f"parameter {fqn!r} of dtype {param.dtype} cannot be trained.")
