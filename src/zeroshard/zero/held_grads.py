@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 
 from zeroshard.errors import UsageError
 from zeroshard.zero.sharded_parameter import CASTS, LAYOUT, LIKE, METADATA
@@ -270,7 +270,7 @@ class HeldGrads:
 
         Another ``.grad`` stays: the step refuses it.
         """
-        if not self._tensors or isinstance(self._tensors[0], FakeTensor):
+        if not self._tensors or is_fake(self._tensors[0]):
             return
         with torch._C.DisableTorchFunctionSubclass():
             if not self._pairs:
