@@ -7,6 +7,7 @@ allocated. Everything is decided here, so that the step does not test whether a 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -241,7 +242,8 @@ def _assemble(
         )
         undo.callback(hooks.remove)
         if runtime.optimizer is not None:
-            runtime.reducer.measure = update.norm_before_step
+            measure = weakref.WeakMethod(update.norm_before_step)  # parameters hold the reducer
+            runtime.reducer.measure = lambda: None if (found := measure()) is None else found()
             runtime.reducer.fragments = runtime.optimizer.stand_ins
         if draft.mesh.tensor > 1:
             hooks.note_forwards(order.note)

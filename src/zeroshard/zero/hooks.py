@@ -137,9 +137,9 @@ class StepHooks:
         self._task = IN_FORWARD  # the outermost backward that runs
         self._open_calls: dict[int, list[_Call]] = defaultdict(list)  # by ``recorded_in``, in order
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
-        reducer.on_dropped = on_abandon
-        # For graph nodes: a loss must not keep an engine alive.
+        # For graph nodes and parameters, which must not keep an engine alive.
         self._proxy = me = weakref.proxy(self)
+        reducer.on_dropped = lambda: me.on_abandon()  # noqa: PLW0108 - looks it up weakly
         self.saved_views = SavedViews(
             prefetcher.wrapped_modules, lambda *read: StepHooks._before_backward(me, *read)
         )
