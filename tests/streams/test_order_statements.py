@@ -67,7 +67,7 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
      Scenario(2, "none", "exception_in_backward", 4)),
     ("zero/unit.py", "Unit.wait_for_unshard", "handle.wait",
      Scenario(3, "none", "plain", 4)),
-    ("zero/updaters.py", "HostUpdater._update", "transfer.wait",
+    ("zero/updaters.py", "HostUpdater.receive", "transfer.wait",
      Scenario(2, "disk", "plain")),
     ("comm/collectives.py", "ProcessGroupComm.all_gather_small", "self._start",
      Scenario(0, "none", "plain", 4)),

@@ -173,8 +173,8 @@ def nothing_to_train():
 
 
 @wrong(
-    "Adafactor cannot run on sharded parameters: Adafactor gives other results for a matrix that "
-    "is split in two, so it needs whole parameters. With ZeRO, an optimizer updates pieces of "
+    "Adafactor cannot run on sharded parameters: Adafactor keeps state 'row_var' that belongs to "
+    "no single element. With ZeRO, an optimizer updates pieces of "
     "each parameter. Use an element-wise optimizer (Adam, AdamW, SGD, Adagrad, Lion, RMSprop...), "
     "or Muon or Lamb, whose parameters are never split.",
     UnsupportedError,

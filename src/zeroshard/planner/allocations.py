@@ -186,6 +186,8 @@ class Allocations(TorchDispatchMode):
         return sorted(found, key=lambda holding: -holding.nbytes)[:count]
 
     def _follow(self, tensor: Tensor, func: Any) -> None:
+        if not torch._C._has_storage(tensor):  # sparse, as the stand-ins in .grad
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._at or (self._real and not storage.resizable()):  # torch did not allocate it
