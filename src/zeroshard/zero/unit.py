@@ -111,6 +111,9 @@ _TRANSITIONS = frozenset(
 )
 
 
+_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # all of this process
+
+
 class Unit:
     """Parameters of one dtype that are gathered together, in one flat storage. See [Note: units].
 
@@ -176,6 +179,7 @@ class Unit:
         self.full_nbytes = self.full_N.nbytes
         # Equal for every view of full_N.
         self.storage_id: int = self.full_N.untyped_storage()._cdata
+        _units.add(self)
         self.storage_ids = {self.storage_id}  # a module's units share one set
         self._has_storage = True  # False after another holder got it
         # Uses of the storage besides those of full parameters that do not forbid to free it.
@@ -204,7 +208,7 @@ class Unit:
             *self.params, *(self._views[at] for at in distributed(self.params))
         )  # fmt: skip
         is_plain = len(self._versioned) == len(self.params)
-        self._is_alias = _is_alias_of if is_plain else _is_alias_of_local
+        self._is_at = _is_at if is_plain else _is_local_at
         # Full DTensors are the views themselves, other parameters hold the storage too.
         self.param_uses = len(self.params) - len(distributed(self.params))
         self.saved_of: dict[int, int] = {}  # new uses after a forward: views that autograd saved
@@ -544,14 +548,21 @@ class Unit:
         Their values are kept. Returns whether there were any.
 
         Raises:
-            UsageError: the other memory has another shape or dtype.
+            UsageError: the other memory has another shape or dtype, or is that of a parameter.
         """
-        if self.state is not UnitState.FULL or all(map(self._is_alias, self.params, self._views)):
+        if self.state is not UnitState.FULL or all(map(self._is_at, self.params, self._views)):
             return False
         for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
-            if not self._is_alias(param, view):
+            if not self._is_at(param, view):
                 values = local_of(param)
                 _check_assigned(values, slot, view)
+                storage_id = values.untyped_storage()._cdata
+                if any(unit.storage_id == storage_id for unit in _units):
+                    raise UsageError(
+                        f"parameter {slot.fqn!r} was given the memory of a parameter (.data = ...): "
+                        "both would share it, but the engine updates each in a place of its own. "
+                        "Assign a copy: param.data = other.data.clone()."
+                    )
                 with torch.no_grad():
                     view.copy_(values)
                 sharded_parameter.mark_unsharded([param], [view], [type(param)])
@@ -637,9 +648,18 @@ def offloaded_error(what: str) -> UsageError:
     )
 
 
-def _is_alias_of_local(param: Tensor, view: Tensor) -> bool:
-    """Whether the parameter, or the local tensor of a DTensor, is in the memory of ``view``."""
-    return _is_alias_of(local_of(param), view)
+def _is_at(param: Tensor, view: Tensor) -> bool:
+    """Whether the parameter is ``view``: in the same memory, at the same place of it."""
+    return (
+        _is_alias_of(param, view)
+        and param.storage_offset() == view.storage_offset()
+        and param.stride() == view.stride()
+    )
+
+
+def _is_local_at(param: Tensor, view: Tensor) -> bool:
+    """The same, of a parameter or of the local tensor of a DTensor."""
+    return _is_at(local_of(param), view)
 
 
 def _check_assigned(param: Tensor, slot: Slot, view: Tensor) -> None:
