@@ -290,6 +290,11 @@ class HeldGrads:
             for tensor, held in self._shown:
                 tensor.grad = held
 
+    def close(self) -> None:
+        """Take the stand-ins away, and hold the tensors no longer."""
+        self.hide()
+        self._tensors, self._pairs, self._shown = (), [], []
+
     def shows(self, tensor: Tensor) -> bool:
         """Whether the tensor is one of them, and had a stand-in."""
         return any(other is tensor for other, _ in self._shown)

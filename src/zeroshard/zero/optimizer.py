@@ -464,7 +464,7 @@ class ShardedOptimizer:
         """Free masters and state."""
         for handle in self._guards:
             handle.remove()
-        self.stand_ins.hide()
+        self.stand_ins.close()
         vars(self.inner).pop("zero_grad", None)
         self.object.close()
         for update in self._device_updates.values():
