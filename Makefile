@@ -10,7 +10,7 @@ ARGS       ?=
 WORKERS    ?= 2
 FAULT_WORKERS ?= 4
 # Seconds of CPU that `make test` may take, of a reference processor (tools/cpu_limit.py).
-CPU_LIMIT  ?= 1500
+CPU_LIMIT  ?= 2400
 # What the extra "monitor" names in pyproject.toml.
 TRACKERS   := tensorboard wandb trackio mlflow-skinny sqlalchemy alembic
 # Seconds. Types and tests together, which is what .ci/run does, end within 5100 s.
