@@ -34,7 +34,7 @@ help:
 	@echo "make train        train a GPT on real text under ZeRO-3 (RANKS=2, ARGS='--size tiny')"
 	@echo "make train-3d     train it over pipeline 2 x data 2 x tensor 2 ranks, and compare with one rank"
 	@echo "make check        style, format, types and the smoke tests, for every commit"
-	@echo "make test         run every test (ARGS='tests/unit -k layout')"
+	@echo "make test         run the tests (ARGS='tests/unit -k layout')"
 	@echo "make test-full    run every row of every table of tests, about an hour"
 	@echo "make test-programs  install TRL, LLaMA-Factory, ms-swift and DeepSpeed, and run their programs"
 	@echo "make lint         check style, format and types"
