@@ -324,10 +324,8 @@ def _try(optimizer: Optimizer, group: Group, starts: Sequence[Tensor], at: int =
     ops_of(starts[0].device).manual_seed(0)
     params = [start.clone().requires_grad_() for start in starts]
     twin = _twin(optimizer, [{**group, "params": params}], lr=0.01)
-    if callable(
-        train := getattr(twin, "train", None)
-    ):  # schedule-free optimizers refuse to step else
-        train()
+    if callable(getattr(twin, "train", None)):
+        twin.train()  # schedule-free optimizers do not step in their other mode
     before = _numbers(twin.param_groups[0], vars(twin))
     numel = sum(start.numel() for start in starts)
     place = torch.arange(at, at + numel, dtype=starts[0].dtype, device=starts[0].device)
@@ -337,13 +335,13 @@ def _try(optimizer: Optimizer, group: Group, starts: Sequence[Tensor], at: int =
             param.grad = grad.view_as(param)
         with without_hooks(twin):
             twin.step()
+    state = twin.state[params[0]]
     kept = {
         name: value.dtype if isinstance(value, Tensor) and value.shape == params[0].shape else None
-        for name, value in twin.state[params[0]].items()
+        for name, value in state.items()
         if value is not None
     }
     values = torch.cat([p.detach().flatten() for p in params])
-    state = twin.state[params[0]]
     numbers = _numbers(twin.param_groups[0], vars(twin), state) - before
     return _Trial(values, numbers, kept, _uncuttable(state, params[0].numel()))
 

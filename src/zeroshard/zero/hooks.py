@@ -61,7 +61,7 @@ from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.input_shapes import shapes_of
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
 from zeroshard.zero.reduce import BackwardKind, GradReducer
-from zeroshard.zero.saved_views import SavedViews, done
+from zeroshard.zero.saved_views import SavedViews, forget_views
 
 IN_FORWARD = -1
 """The number of the running graph task, if there is none."""
@@ -525,7 +525,7 @@ class StepHooks:
         wrapped.open_calls -= 1
         call.open = call.entered = False
         if not self.keeps_graph:
-            done(wrapped.sharded, call.saved)
+            forget_views(wrapped.sharded, call.saved)
         if not self.running_backward or wrapped.open_calls:
             return
         wrapped.missing_units = 0
@@ -559,7 +559,7 @@ class StepHooks:
                 calls.remove(call)
                 self._module_backward_done(call)
         if (root := self._root_call) is not None and not self.keeps_graph:
-            done(root.wrapped.sharded, root.saved)
+            forget_views(root.wrapped.sharded, root.saved)
             self._root_call = None
         if not self.creates_graph:
             self.prefetcher.reshard_all()

@@ -37,8 +37,8 @@ _top: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
 class SavedViews:
     """Keeps ``unit.expected_uses`` up to date for the calls of one engine's modules.
 
-    :meth:`begin` and :meth:`end` enclose a forward that may record a graph, and :func:`done` follows its
-    backward. ``enter(wrapped, call, number)``: make the module full, because node ``number`` of backward
+    :meth:`begin` and :meth:`end` enclose a forward that may record a graph, and :func:`forget_views`
+    follows its backward. ``enter(wrapped, call, number)``: make the module full, because node ``number`` of backward
     reads its parameters.
     """
 
@@ -168,7 +168,7 @@ class _Packed(NamedTuple):
         return tensor
 
 
-def done(units: Sequence[Unit], saved: Sequence[int]) -> None:
+def forget_views(units: Sequence[Unit], saved: Sequence[int]) -> None:
     """Expect no more the views of a call, because backward has freed them."""
     for unit, number in zip(units, saved, strict=False):
         unit.expected_uses -= number
