@@ -38,8 +38,8 @@ class SavedViews:
     """Keeps ``unit.expected_uses`` up to date for the calls of one engine's modules.
 
     :meth:`begin` and :meth:`end` enclose a forward that may record a graph, and :func:`forget_views`
-    follows its backward. ``enter(wrapped, call, number)``: make the module full, because node ``number`` of backward
-    reads its parameters.
+    follows its backward. ``enter(wrapped, call, number)``: make the module full, because node ``number``
+    of backward reads its parameters.
     """
 
     def __init__(self, modules: Iterable[WrappedModule], enter: Enter) -> None:
