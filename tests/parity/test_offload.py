@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import kit
 import pytest
 import torch
 from compare import CASES, trained
@@ -602,3 +603,34 @@ def test_edits_during_a_delayed_update_start_from_its_values_and_stay(stage):
         engine.step()
         for _, values in engine.iter_full_params():  # waits for the update
             assert values.unique().tolist() == [7.0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_ranks(2)
+def test_an_optimizer_without_state_trains_with_its_state_on_disk(precision, tmp_path):
+    """In fp32 the masters are the parameters: nothing is left that could be on disk."""
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    for stage in (1, 2, 3):
+        weights = []
+        for zero in (
+            {},
+            {"offload_optimizer": disk},
+            {"offload_optimizer": disk, "offload_param": disk},
+        ):
+            if stage < 3 and "offload_param" in zero:
+                continue
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(9, 7), torch.nn.Linear(7, 5))
+            sgd = {"type": "SGD", "params": {"lr": 0.1}}
+            keys = {"stage": stage, **zero}
+            with kit.engine(
+                model, stage, precision, optimizer=sgd, zero_optimization=keys
+            ) as engine:
+                x = torch.linspace(0, 1, 18).view(2, 9).to(kit.DTYPES[precision])
+                for _ in range(3):
+                    engine.backward(engine(x).float().square().sum())
+                    engine.step()
+                weights.append([full.clone() for _, full in engine.iter_full_params()])
+        for found in weights[1:]:
+            for a, b in zip(found, weights[0], strict=True):
+                assert torch.equal(a, b)

@@ -92,6 +92,8 @@ class DiskStores(TierStores):
 
     def chunk_memory(self, numel: int, dtypes: Mapping[str, torch.dtype]) -> ChunkMemory | None:
         """See :class:`TierStores`. The tensors are on a page, each at a multiple of 4096 bytes."""
+        if not dtypes:  # an optimizer without state, on masters that are the parameters
+            return None
         assert self._pager is not None
         page = self._pager.page(page_nbytes(numel, dtypes.values()))
         views, at = {}, 0
