@@ -234,6 +234,10 @@ PROGRAMS = {
     "wgan_gp": wgan_gp,
     "optimizer.zero_grad": dropped(lambda t: t.optimizer.zero_grad()),
     "optimizer zeros": dropped(lambda t: t.optimizer.zero_grad(set_to_none=False)),
+    "engine.zero_grad": dropped(lambda t: getattr(t, "engine", t.optimizer).zero_grad()),
+    "engine zeros": dropped(
+        lambda t: getattr(t, "engine", t.optimizer).zero_grad(set_to_none=False)
+    ),
     "module.zero_grad": dropped(lambda t: t.module.zero_grad()),
     "module zeros": dropped(lambda t: t.module.zero_grad(set_to_none=False)),
     "grad = None": dropped(to_none),

@@ -552,9 +552,16 @@ class Engine(nn.Module):
         return self.accumulation.at_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients accumulated so far. The next micro-batch begins a step."""
+        """Drop the gradients accumulated so far. The next micro-batch begins a step.
+
+        With ``set_to_none=False`` they are zeros, with which the step updates their parameters.
+        """
         self.life.check()
-        self._drop_gradients()
+        if set_to_none:
+            self._drop_gradients()
+        else:
+            self.module.zero_grad(set_to_none=False)
+            self._hooks.settle()
 
     def _drop_gradients(self) -> None:
         self._hooks.recover()
