@@ -123,7 +123,7 @@ class DeviceUpdate:
         """Whether the optimizer's state is in the same tensors. (Loading it replaces them.)"""
         state = self._inner.state
         for value, name, tensor in self._known:
-            here = state.get(value)
+            here = dict.get(state, value)  # a program's get() has an error
             if here is None or here.get(name) is not tensor:
                 return False
         return True

@@ -232,7 +232,7 @@ class FusedStep:
         state = self._inner.state
         if self._fused is not None:
             for value, name, tensor in self._known:
-                here = state.get(value)
+                here = dict.get(state, value)  # a program's get() has an error
                 if here is None or here.get(name) is not tensor:
                     break  # loading optimizer state replaces its tensors
             else:
