@@ -44,7 +44,9 @@ def told() -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("zeroshard").addHandler(handler)
+    logger = logging.getLogger("zeroshard")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)  # tests before this one may have restored none
     return lines
 
 
