@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from peak import Peak, SharedPeak, TensorPeak, give_back
+from support.covering import each_value
 from torch import Tensor, nn
 
 from zeroshard import Engine
@@ -97,8 +100,9 @@ def fresh_ranks():
 
 
 @pytest.mark.usefixtures("fresh_ranks")
-@pytest.mark.parametrize("transport", ["p2p", "shm"])
-@pytest.mark.parametrize("how", ["Init", "meta device"])
+@pytest.mark.parametrize(
+    ("how", "transport"), each_value([*itertools.product(("Init", "meta device"), ("p2p", "shm"))])
+)
 @on_ranks(2, timeout=120)
 def test_resident_memory_stays_under_the_shards_and_one_unit(how, transport):
     measure = Peak() if transport == "p2p" else SharedPeak()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support import pipeline_models as models
-from support.covering import covering
+from support.covering import each_value
 from torch import Tensor
 
 from zeroshard import Engine
@@ -65,7 +65,9 @@ def train(engine: Engine, steps: int) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@pytest.mark.parametrize(("schedule", "stage", "gather", "reduce", "recompute"), covering(SETTINGS))
+@pytest.mark.parametrize(
+    ("schedule", "stage", "gather", "reduce", "recompute"), each_value(SETTINGS)
+)
 @on_ranks(4)
 def test_pipelines_train_like_plain_pytorch(schedule, stage, gather, reduce, recompute):
     model = cut(schedule, recompute, gather=gather, reduce=reduce)

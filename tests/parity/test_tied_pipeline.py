@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import pipeline_models as models
-from support.covering import covering
+from support.covering import each_value
 from torch import Tensor, nn
 
 from zeroshard import Engine
@@ -74,7 +74,9 @@ def held_alike(engine: Engine) -> set[str]:
     return set(values)
 
 
-@pytest.mark.parametrize(("schedule", "stage", "gather", "reduce", "recompute"), covering(SETTINGS))
+@pytest.mark.parametrize(
+    ("schedule", "stage", "gather", "reduce", "recompute"), each_value(SETTINGS)
+)
 @on_ranks(4)
 def test_tied_weights_train_like_plain_pytorch(schedule, stage, gather, reduce, recompute):
     """With several stages per rank, both stages of the second tie are on pipeline rank 0."""

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.covering import sampled
 
 ROOT = Path(__file__).parents[2]
 TRACKERS = ROOT / ".trackers"
@@ -41,7 +42,7 @@ def run(program: str, folder: Path, *words: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("opened_by", ["own", "joined"])
+@pytest.mark.parametrize("opened_by", sampled(["joined", "own"], every=2))
 def test_every_tracker_keeps_equal_values_at_equal_steps(tmp_path, opened_by):
     run("tracked.py", tmp_path, opened_by)
     found = json.loads((tmp_path / "found.json").read_text())

@@ -10,6 +10,7 @@ import kit
 import pytest
 import torch
 import torch.distributed as dist
+from support.covering import sampled
 from support.remedies import Chain, Limited, applied
 from torch import Tensor, nn
 
@@ -176,7 +177,7 @@ def trained(config: dict[str, Any], width: int, line: str | None, memory: Limite
     return None
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", sampled([*SCENARIOS], every=2))
 @on_ranks(2)
 def test_a_run_that_did_not_fit_fits_with_each_printed_change(scenario):
     stage, micro_batch, width, part = SCENARIOS[scenario]

@@ -8,6 +8,7 @@ from typing import Any
 import kit
 import pytest
 import torch
+from support.covering import sampled
 from support.remedies import Chain, applied
 from torch import nn
 
@@ -53,7 +54,8 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize(
-    ("scenario", "simulated_s"), [*((each, 0) for each in SCENARIOS), ("in forward", 200)]
+    ("scenario", "simulated_s"),
+    sampled([("in forward", 200), *((each, 0) for each in SCENARIOS)], every=2),
 )
 @on_ranks(1, group=False, timeout=250)
 def test_each_printed_change_makes_the_run_fit(scenario, simulated_s):

@@ -25,7 +25,7 @@ from scenarios import (
     zero_section,
 )
 from stepwise import batch, loss_of, report
-from support.covering import covering
+from support.covering import each_value
 from torch import nn
 
 from zeroshard.core import tiers
@@ -82,7 +82,7 @@ ALL = [
 ]
 CASES: dict[tuple[int, str], list[tuple[str, str, str]]] = {}
 """Some of the trials for each stage and offload: every trial runs at every stage and every offload."""
-for stage, offload, *trial in covering(ALL):
+for stage, offload, *trial in each_value(ALL):
     CASES.setdefault((stage, offload), []).append(tuple(trial))
 
 

@@ -69,6 +69,7 @@ def peak_of(run: RunDescription, line: str = "") -> int:
     return planned(run, changed_keys(line), line).peak_nbytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("part", "rows", "others"), [(0.75, 256, [RECOMPUTE]), (0.5, 128, [])])
 def test_the_largest_batch_is_found_and_checkpointing_if_it_is_enough(part, rows, others):
     run = chain()
@@ -96,6 +97,7 @@ def test_before_there_is_an_engine_each_change_is_built_without_memory():
     assert late == {"reason": "the simulations did not end in 0 s"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_host_memory_is_offered_to_gpus_only(on_gpu):
     run = chain(96, 8, on_gpu=on_gpu)

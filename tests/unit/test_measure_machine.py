@@ -97,7 +97,7 @@ def test_json_has_the_time_of_a_step(plan):
     assert json.loads(plan("--ranks", "16", "--json").stdout)["time"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_this_machine_is_measured_and_planned_with(plan, tmp_path):
     path = tmp_path / "machine.toml"
     machine = measure(path, turn_s=0.001, largest_nbytes=2**20, load=None)

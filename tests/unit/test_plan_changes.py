@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.covering import sampled
 from support.remedies import Block, Recomputing, applied
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -58,7 +59,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], Any, float]] = {
 """The model, the configuration, the device, and the part of the peak for which there is memory."""
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", sampled([*SCENARIOS], every=3))
 def test_with_each_of_three_printed_changes_the_plan_fits(scenario):
     model, settings, target, part = SCENARIOS[scenario]
     common: dict[str, Any] = {"length": LENGTH, "target": target}
