@@ -6,6 +6,7 @@ import gc
 import os
 
 import pytest
+from support.covering import FULL, rows_for_full
 
 from zeroshard.testing import leak_check
 from zeroshard.testing.ranks import pool
@@ -16,11 +17,11 @@ def pytest_collection_modifyitems(config, items):
 
     If any test needs it, let the fork server import torch while the first tests run.
     """
-    if os.environ.get("ZEROSHARD_TEST_ALL") != "1":
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if not item.get_closest_marker("full")]
+    if not FULL:
+        left_out = {item for item in items if item.get_closest_marker("full")}
+        left_out |= rows_for_full([item for item in items if item not in left_out])
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     if any(hasattr(getattr(item, "obj", None), "rank_body") for item in items):
         pool().warm()
 

@@ -114,6 +114,7 @@ def plain_loop_options(config: Path) -> tuple[str, ...]:
     return ("--smoke", "--steps", str(STEPS), "--deepspeed_config", str(config))
 
 
+@pytest.mark.full
 def test_plain_loop_in_fp16_under_our_launcher(tmp_path: Path, ddp_plain_loop: list[float]) -> None:
     text = launched(
         *(sys.executable, "-m", "zeroshard.cli.main", "launch", "--as-deepspeed", "--nproc", "2"),
@@ -171,6 +172,7 @@ def test_mrpc_has_the_losses_rates_and_scores_of_ddp(mrpc: Path, ddp_mrpc: Path)
         assert_losses(logged(found, what), logged(ddp_mrpc, what))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_mrpc_in_16_bit_stays_near(precision: str, tmp_path: Path, ddp_mrpc: Path) -> None:
     on_warm_ranks(
@@ -268,6 +270,7 @@ def test_gpt2_offloaded_has_the_losses_norms_and_text_of_ddp(
     assert saved == [([], True)]
 
 
+@pytest.mark.full
 def test_gpt2_in_bf16_stays_near(ddp_gpt2: str, tiny_gpt2: str) -> None:
     text = on_warm_ranks(
         2, GPT2 / "train.py", *GPT2_OPTIONS, "--model", tiny_gpt2,
@@ -327,6 +330,7 @@ def test_trainer_at_stage_3_has_the_losses_of_ddp(trainer: Path, ddp_trainer: Pa
     assert_losses(held_out[-1:], [min(held_out)])  # of the best model, loaded again
 
 
+@pytest.mark.full
 def test_trainer_at_stage_2_with_its_own_optimizer_has_the_losses_of_ddp(
     tmp_path: Path, ddp_trainer: Path, tiny_llama: tuple[str, str]
 ) -> None:
@@ -401,6 +405,7 @@ def test_llava_has_the_losses_and_adapters_of_ddp(
     assert_adapters_alone(tmp_path, ddp_llava)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [2, 3])
 def test_llava_on_one_rank_has_the_losses_of_two(
     stage: int, tmp_path: Path, ddp_llava: Path, tiny_llava: tuple[str, str]
@@ -436,6 +441,7 @@ def test_llava_resumes_on_fewer_ranks(tmp_path: Path, tiny_llava: tuple[str, str
     assert_adapters_alone(two, three)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", [TRAINER, LLAVA], ids=lambda folder: folder.name)
 def test_smoke_without_a_model_builds_one_sharded(recipe: Path, tmp_path: Path) -> None:
     on_warm_ranks(

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import TOLERANCE, adamw, assert_bit_equal, assert_close_trajectory
+from support.covering import sampled
 from support.edge_case_models import Case, mse
 from support.parity import engine_run, make_batches, reference_run
 from torch import nn
@@ -358,7 +359,9 @@ MIXED_READS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model", IN_PLACE + SHARED_INPUTS + VIEWS_OF_PARAMETERS + MIXED_READS)
+@pytest.mark.parametrize(
+    "model", sampled(IN_PLACE + SHARED_INPUTS + VIEWS_OF_PARAMETERS + MIXED_READS, every=3)
+)
 @on_ranks(2)
 def test_every_stage_gives_the_same_bits_and_plain_pytorch(model):
     case = case_of(model)

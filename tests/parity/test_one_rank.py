@@ -1,4 +1,4 @@
-"""One rank equals plain PyTorch bit for bit, every model at every stage and every precision."""
+"""One rank equals plain PyTorch bit for bit, every model, every precision, every stage."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 from compare import CASES, COMBINATIONS, HALVES, STAGES, oracle, stages_of, trained
-from support.covering import covering
+from support.covering import each_value
 from support.parity import assert_bit_equal
 
 
 @pytest.mark.parametrize(
     ("name", "training", "half"),
-    covering([*itertools.product(CASES, COMBINATIONS, HALVES)]),
+    each_value([*itertools.product(CASES, COMBINATIONS, HALVES)]),
     ids=str,
 )
 def test_one_rank_is_plain_pytorch_bit_for_bit(name, training, half):

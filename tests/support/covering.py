@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
+import zlib
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,9 @@ Row = TypeVar("Row", bound=tuple[Hashable, ...])
 
 FULL = os.environ.get("ZEROSHARD_TEST_ALL") == "1"
 """Whether all rows of all tables run, as in ``make test-full``."""
+
+EXPENSIVE = frozenset({"accounting", "compat", "faults", "parity", "ranks", "streams"})
+"""Folders whose tests build engines or start processes."""
 
 
 def covering(rows: Sequence[Row]) -> list[Row]:
@@ -40,6 +44,47 @@ def sampled(rows: Sequence[Any], every: int) -> list[Any]:
     ]
 
 
+def rows_for_full(items: Sequence[Any]) -> set[Any]:
+    """Of collected ``items``, the rows that only ``make test-full`` runs.
+
+    Of a test in one of the folders :data:`EXPENSIVE`, so many rows stay that each value of each parameter
+    occurs. Of the ZeRO stages stage 3 stays, which does most of what the others do, and one more, chosen
+    by the name of the test. The tuples of one ``parametrize`` are values themselves: all of them stay.
+    """
+    by_test: dict[str, list[Any]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and EXPENSIVE.intersection(item.nodeid.split("/")):
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[Any] = set()
+    for name, rows in by_test.items():
+        stages = _stages({row.callspec.params.get("stage") for row in rows}, name)
+        rows.sort(key=lambda row: row.callspec.params.get("stage") not in stages)  # are taken last
+        values = [_values(row, stages) for row in rows]
+        kept = _cover(values)
+        left_out |= {row for at, row in enumerate(rows) if at not in kept}
+    return left_out
+
+
+def _values(row: Any, stages: set[Any]) -> set[Hashable]:
+    """What a row has of each ``parametrize``, without other ZeRO stages than ``stages``."""
+    found: set[Hashable] = set()
+    for mark in row.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.replace(",", " ").split() if isinstance(names, str) else names
+        values = tuple(row.callspec.params[name] for name in names)
+        if names != ["stage"] or values[0] in stages:
+            found.add((*names, *(v if isinstance(v, Hashable) else id(v) for v in values)))
+    return found
+
+
+def _stages(found: set[Any], name: str) -> set[Any]:
+    """Of the ZeRO stages ``found``, those that ``make test`` runs. Everything else is no stage."""
+    if not found <= {0, 1, 2, 3} or len(found) < 3:
+        return found
+    others = sorted(found - {3})
+    return {3, others[zlib.crc32(name.encode()) % len(others)]}
+
+
 def _chosen(rows: Sequence[Row], *, together: int) -> list[Row]:
     """Rows in which all values of ``together`` columns occur that occur together in ``rows``.
 
@@ -48,17 +93,22 @@ def _chosen(rows: Sequence[Row], *, together: int) -> list[Row]:
     """
     if os.environ.get("ZEROSHARD_TEST_ALL") == "1":
         return [*rows]
-    found = [set(itertools.combinations(enumerate(row), together)) for row in rows]
+    chosen = _cover([set(itertools.combinations(enumerate(row), together)) for row in rows])
+    return [rows[at] for at in sorted(chosen)]
+
+
+def _cover(found: Sequence[set[Hashable]]) -> set[int]:
+    """Positions of sets whose union is that of all. Each adds as many new elements as possible."""
     missing = set().union(*found)
     waiting = [(-len(new), at) for at, new in enumerate(found)]
     heapq.heapify(waiting)
-    chosen = []
+    chosen = set()
     while missing:
         gain, at = heapq.heappop(waiting)
         gain_now = -len(found[at] & missing)
-        if gain_now > gain:  # other rows have added some of its combinations since
+        if gain_now > gain:  # other sets have added some of its elements since
             heapq.heappush(waiting, (gain_now, at))
             continue
         missing -= found[at]
-        chosen.append(at)
-    return [rows[at] for at in sorted(chosen)]
+        chosen.add(at)
+    return chosen

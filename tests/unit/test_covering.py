@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
-from support.covering import covering, each_value
+from support.covering import covering, each_value, rows_for_full
 
 TABLES = {
     "four columns": [*itertools.product(range(4), "abc", (True, False), (1, 2, 3))],
@@ -51,3 +53,51 @@ def test_the_variable_runs_all_rows(monkeypatch):
     monkeypatch.setenv("ZEROSHARD_TEST_ALL", "1")
     assert covering(TABLES["four columns"]) == TABLES["four columns"]
     assert each_value(TABLES["four columns"]) == TABLES["four columns"]
+
+
+class Row(NamedTuple):
+    """What is read of a collected test."""
+
+    nodeid: str
+    callspec: SimpleNamespace
+    marks: tuple[SimpleNamespace, ...]
+
+    def iter_markers(self, name):
+        return self.marks
+
+    def __hash__(self):
+        return hash(self.nodeid)
+
+
+def kept(test: str, **parameters: list) -> list[tuple]:
+    """The values with which ``make test`` runs a test that has one ``parametrize`` per parameter."""
+    marks = tuple(SimpleNamespace(args=(name,)) for name in parameters)
+    rows = {}
+    for values in itertools.product(*parameters.values()):
+        spec = SimpleNamespace(params=dict(zip(parameters, values, strict=True)))
+        rows[Row(f"{test}[{values}]", spec, marks)] = values
+    return [values for row, values in rows.items() if row not in rows_for_full([*rows])]
+
+
+def test_each_value_and_two_stages_of_a_test_with_engines_run():
+    rows = kept("tests/ranks/test_a.py::test_it", stage=[0, 1, 2, 3], precision=["a", "b", "c"])
+    assert len(rows) == 3
+    assert {precision for _, precision in rows} == {"a", "b", "c"}
+    assert 3 in {stage for stage, _ in rows}
+    assert len({stage for stage, _ in rows}) == 2
+
+
+def test_all_stages_run_with_some_test():
+    tests = [f"tests/ranks/test_a.py::test_{number}" for number in range(20)]
+    rows = [row for test in tests for row in kept(test, stage=[0, 1, 2, 3])]
+    assert {stage for (stage,) in rows} == {0, 1, 2, 3}
+    assert len(rows) == 40
+
+
+def test_all_rows_of_a_cheap_test_run():
+    rows = kept("tests/unit/test_a.py::test_it", stage=[0, 1, 2, 3], precision=["a", "b", "c"])
+    assert len(rows) == 12
+
+
+def test_numbers_that_are_no_zero_stages_all_run():
+    assert len(kept("tests/ranks/test_a.py::test_it", stage=[0, 1, 2, 5])) == 4

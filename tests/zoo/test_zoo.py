@@ -88,7 +88,17 @@ def check(name: str, chosen: list[Setting]) -> None:
             raise AssertionError(f"{name} at {setting}: {error}") from error
 
 
-@pytest.mark.parametrize("name", MODELS)
+def members(most: int) -> list[object]:
+    """All models as parameters; those after the first ``most`` of a family only in ``make test-full``."""
+    had: Counter[str] = Counter()
+    rows = []
+    for name, model in MODELS.items():
+        had[model.family] += 1
+        rows.append(pytest.param(name, marks=pytest.mark.full if had[model.family] > most else ()))
+    return rows
+
+
+@pytest.mark.parametrize("name", members(3))
 @on_ranks(2, timeout=120)
 def test_two_ranks_are_plain_pytorch_bit_for_bit(name):
     check(name, plan()[name])
