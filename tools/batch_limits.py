@@ -2,13 +2,11 @@
 
     python tools/batch_limits.py                                # ten configurations, ten minutes
     python tools/batch_limits.py --out benchmarks/results/F.json
-    python tools/batch_limits.py --remedies                     # what the error prints is applied
 
 For each configuration a limit is drawn halfway between what four and what five samples need: as planned,
 and what a first run without a limit had beside its plan, such as stacks of threads and arenas of malloc.
 Two ranks then train under this limit: with the largest micro-batch that fits by the plan, which must
-run, and with one sample more, which must end in the error that says what memory was held. With
-``--remedies`` each change that this error prints is then applied as printed, and must make the run fit.
+run, and with one sample more, which must end in the error that says what memory was held.
 
 The limit is ``RLIMIT_DATA`` above what the process has while a small engine is open. It counts private
 writable memory. ``RLIMIT_AS`` also counts address space that is only reserved: mapped libraries and
@@ -23,20 +21,16 @@ import datetime
 import gc
 import json
 import os
-import re
 import resource
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from plan_check import (
     BLOCK_NBYTES,
-    DEEP,
     LARGE,
     SMALL,
     Case,
@@ -50,26 +44,12 @@ from plan_check import (
 )
 
 import zeroshard
-from zeroshard.engine import simulated_changes
-from zeroshard.planner.changes import merged
 from zeroshard.planner.largest_batch import largest_batch
 from zeroshard.planner.simulate import highest
 from zeroshard.testing.ranks import run_ranks
 
 TOLD = "could not be allocated"
 """Words of the error, which also has the memory of the rank at that moment."""
-
-OFFERED = 3
-"""Changes that the error prints, if so many are enough."""
-
-UNSURE = "none of them alone is sure"
-"""Words of it where no change alone may be enough."""
-
-PATIENT = {"simulate_changes_s": 600}
-"""The section ``trust``: this machine may be slow."""
-
-SIMULATED = "each simulated"
-"""Words of it if the changes were simulated."""
 
 SIZE = replace(LARGE, tokens=256)
 LONG = replace(LARGE, tokens=512)
@@ -87,18 +67,6 @@ CASES = [
     Case("bert", 2, False, size=SIZE),
     Case("t5", 3, False, size=SIZE),
 ]
-WIDER, DEEPER = (
-    replace(DEEP, tokens=128),
-    Size(width=384, layers=16, words=512, batch=4, tokens=96),
-)
-REMEDIED = [
-    Case("llama", 0, False, size=WIDER),
-    Case("bert", 0, False, size=WIDER),
-    Case("gpt2", 1, False, ranks=3, size=DEEPER),
-    Case("t5", 1, False, ranks=3, size=DEEPER),
-    Case("llama", 2, False, ranks=3, size=DEEPER),
-]
-"""Runs whose changes are applied. States are a large part, so that a higher stage frees enough too."""
 
 
 def peak_nbytes(case: Case, samples: int) -> int:
@@ -114,13 +82,11 @@ def data_nbytes() -> int:
     return 1024 * int(next(line for line in lines if line.startswith("VmData")).split()[1])
 
 
-def _train_within(
-    case: Case, limit_nbytes: int | None, folder: str, changes: Mapping[str, Any] | None = None
-) -> int:
+def _train_within(case: Case, limit_nbytes: int | None, folder: str) -> int:
     """Train while this rank may have ``limit_nbytes`` more than with a small engine that is open.
 
-    ``limit_nbytes``: None: any number. ``changes``: to the configuration. Returns the bytes that the
-    process has more afterwards, without those that the engine counts.
+    ``limit_nbytes``: None: any number. Returns the bytes that the process has more afterwards, without
+    those that the engine counts.
     """
     return_all_blocks()
     with _engine(replace(case, size=SMALL), folder) as engine:  # imports, threads, compiled kernels
@@ -133,7 +99,7 @@ def _train_within(
     if limit_nbytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (before + limit_nbytes, hard))
     try:
-        with _engine(case, folder, changes or {}) as engine:
+        with _engine(case, folder) as engine:
             _steps(engine, case.size)
             gc.collect()
             return_all_blocks()
@@ -143,10 +109,8 @@ def _train_within(
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _engine(case: Case, folder: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    simulated_changes.asked.clear()  # processes of ranks are used again
-    config = merged(settings(case, folder), {"trust": PATIENT, **changes})
-    return zeroshard.Engine(build(case)(), config=config)
+def _engine(case: Case, folder: str) -> Any:
+    return zeroshard.Engine(build(case)(), config=settings(case, folder))
 
 
 def _steps(engine: Any, size: Size) -> None:
@@ -158,24 +122,20 @@ def _steps(engine: Any, size: Size) -> None:
         del loss
 
 
-def run(
-    case: Case, samples: int, limit_nbytes: int | None, changes: Mapping[str, Any] | None = None
-) -> list[Any]:
+def run(case: Case, samples: int, limit_nbytes: int | None) -> list[Any]:
     """What :func:`_train_within` returns or raises on each rank, with ``samples`` in a micro-batch."""
     case = replace(case, size=replace(case.size, batch=samples))
     with swap_folder() as folder:
-        given = (case, limit_nbytes, folder, changes)
+        given = (case, limit_nbytes, folder)
         found: list[Any] = run_ranks(
             _train_within, case.ranks, *given, timeout=700, keep_exceptions=True
         )
     return found
 
 
-def ends(
-    case: Case, samples: int, limit_nbytes: int, changes: Mapping[str, Any] | None = None
-) -> list[str]:
+def ends(case: Case, samples: int, limit_nbytes: int) -> list[str]:
     """How the ranks end with ``samples`` in a micro-batch: "", or the text of the error."""
-    found = run(case, samples, limit_nbytes, changes)
+    found = run(case, samples, limit_nbytes)
     return ["" if isinstance(each, int) else f"{type(each).__name__}: {each}" for each in found]
 
 
@@ -201,47 +161,6 @@ def row_of(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def remedies_row(case: Case) -> dict[str, Any]:
-    """The changes that the error of one sample too much prints, and how a run with each of them ends.
-
-    Those of the first rank that printed simulated ones, or else of the first rank.
-    """
-    less, more = (peak_nbytes(case, count) for count in (SAMPLES, SAMPLES + 1))
-    beside, told = unplanned_nbytes(case), ""
-    for parts in (6, 4, 3, 2):  # as little is missing as ends the run: more changes are enough
-        if not told:
-            limit_nbytes = more - (more - less) // parts + beside
-            found = ends(case, SAMPLES + 1, limit_nbytes)
-            texts = [text for text in found if TOLD in text]
-            told = next((text for text in texts if SIMULATED in text), texts[0] if texts else "")
-    if not told:
-        sys.exit(
-            f"{case.name}: {SAMPLES + 1} samples fit in {limit_nbytes} bytes, planned are {more}"
-        )
-    lines = [] if UNSURE in told else re.findall(r"^  \d\. .*\n     (.*)$", told, re.MULTILINE)
-    rows = []
-    for line in lines:
-        checkpointed = case.checkpointed or "gradient_checkpointing_enable" in line
-        changes = json.loads(line) if line.startswith("{") else {}
-        changed = replace(case, checkpointed=checkpointed)
-        rows.append({"line": line, "ends": ends(changed, SAMPLES + 1, limit_nbytes, changes)})
-    return {
-        "case": case.name, "size": asdict(case.size), "limit_nbytes": limit_nbytes, "remedies": rows,
-        "simulated": SIMULATED in told,
-    }  # fmt: skip
-
-
-def try_remedies(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The rows of all cases, which are printed too."""
-    rows = []
-    for case in cases:
-        rows.append(remedies_row(case))
-        for each in rows[-1]["remedies"]:
-            fits = "fits" if not any(each["ends"]) else f"DOES NOT FIT: {each['ends']}"
-            print(f"{case.name:48} {each['line']:90} {fits}", flush=True)
-    return rows
-
-
 def _write(path: Path | None, rows: list[dict[str, Any]]) -> None:
     if path is not None:
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -250,25 +169,11 @@ def _write(path: Path | None, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Try all cases. Exit code 1: the answer of a case does not run, or one more sample does.
-
-    With ``--remedies``: a case has fewer than three changes, not simulated ones, or one does not fit.
-    """
+    """Try all cases. Exit code 1: the answer of a case does not run, or one more sample does."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    parser.add_argument(
-        "--remedies", action="store_true", help="apply what the error prints instead"
-    )
     given = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(BLOCK_NBYTES)  # ranks inherit it, engines leave it
-    if given.remedies:
-        found = try_remedies(REMEDIED)
-        _write(given.out, found)
-        simulated = all(row["simulated"] for row in found)
-        each_fits = not any(any(each["ends"]) for row in found for each in row["remedies"])
-        sys.exit(
-            not (simulated and each_fits and all(len(row["remedies"]) == OFFERED for row in found))
-        )
     rows = []
     for case in CASES:
         rows.append(row_of(case))

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("cloudpickle", "pydantic", "rich", "safetensors", "tomli", "typer")
+NEEDED = ("pydantic", "rich", "safetensors", "tomli", "typer")
 """What ZeroShard requires besides PyTorch and numpy, which the other machine must have. Only Python 3.10
 needs tomli."""
 PEERS = ("deepspeed", "einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "tqdm")

@@ -202,7 +202,7 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/offload.md": [configuration, continues, commands],
     "docs/parallel.md": [shown, compiles, runs],
     "docs/pipeline.md": [PIPELINE, PIPELINE],
-    "docs/plan.md": [commands, planned, shown, shown, commands, machine],
+    "docs/plan.md": [commands, planned, shown, shown, shown, commands, machine],
     "docs/recipes.md": [by_hand],
     "docs/restart.md": [commands, compiles, compiles, commands, keys, commands, shown],
     "docs/stalls.md": [shown, shown, shown, shown, keys],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from typing import Any
 
@@ -14,13 +13,10 @@ from support.covering import sampled
 from support.remedies import Chain, Limited, applied
 from torch import Tensor, nn
 
-from zeroshard import Engine, deepspeed
-from zeroshard.engine import simulated_changes
-from zeroshard.engine.run_description import describe
+from zeroshard import Engine
 from zeroshard.memory.storage import resize
 from zeroshard.testing import on_ranks
 from zeroshard.zero import unit
-from zeroshard.zero.input_shapes import shapes_of
 
 DEPTH = 12
 TOO_LARGE = 1 << 50
@@ -54,7 +50,7 @@ class GreedyNet(nn.Module):
 @on_ranks(1)
 def test_a_failed_allocation_tells_what_the_rank_holds(phase):
     model = GreedyNet(phase)
-    with kit.engine(model, 1, **ARITHMETIC) as engine, pytest.raises(RuntimeError) as caught:
+    with kit.engine(model, 1) as engine, pytest.raises(RuntimeError) as caught:
         if phase == "the update":
             engine._update.run = lambda *_: torch.empty(TOO_LARGE, dtype=torch.uint8)
         engine.backward(engine(torch.ones(2, 8)))
@@ -64,49 +60,6 @@ def test_a_failed_allocation_tells_what_the_rank_holds(phase):
     assert f"rank 0 when {2**30}.0 MiB could not be allocated, in {phase}, step 1" in text
     assert re.search(r"^  parameters, device +0\.0 +0\.0 +0\.0$", text, re.MULTILINE)
     assert text.count("ZeroShard: the memory of rank") == 1
-
-
-@on_ranks(1)
-def test_a_run_that_cannot_be_described_gets_changes_by_arithmetic():
-    simulated_changes.asked.clear()
-    model = GreedyNet("forward")
-    model.register_forward_pre_hook(lambda _, given: given[:1])
-    with kit.engine(model, 1, train_micro_batch_size_per_gpu=8) as engine:
-        engine.memory_baseline.activations = lambda _: 2**60
-        with pytest.raises(RuntimeError) as caught:
-            engine(torch.ones(8, 8), iter([1]))
-    expected = "by arithmetic (the model got an object of class list_iterator):"
-    assert expected in str(caught.value)
-    assert not simulated_changes.asked
-
-
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.linear(x) * mask
-
-
-@on_ranks(1)
-def test_inputs_by_place_and_by_name_are_described_by_name():
-    with kit.engine(Masked(), 1) as engine:
-        engine(torch.ones(2, 8), mask=torch.ones(8))
-        expected = {"x": torch.ones(2, 8), "mask": torch.ones(8)}
-        assert describe(engine).batch == (shapes_of(expected), None)
-
-
-@on_ranks(1)
-def test_the_optimizer_of_a_program_of_deepspeed_is_described():
-    """Its engine shows another object."""
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    with deepspeed.initialize(model=model, optimizer=optimizer, config=kit.config())[0] as engine:
-        engine(torch.ones(2, 8))
-        kind, defaults = pickle.loads(describe(engine).optimizer)
-    assert kind is torch.optim.AdamW
-    assert defaults["lr"] == 0.5
 
 
 @on_ranks(1)
@@ -128,7 +81,7 @@ def test_a_forward_that_ends_in_the_middle_is_told_with_its_place():
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)), Failing())
     model.extend(nn.Linear(8, 8) for _ in range(5))
     with kit.engine(
-        nn.ModuleDict({"blocks": model}), 1, train_micro_batch_size_per_gpu=64, **ARITHMETIC
+        nn.ModuleDict({"blocks": model}), 1, train_micro_batch_size_per_gpu=64
     ) as engine:
         engine.module.forward = lambda x: model(x)
         engine.memory_baseline.activations = lambda _: 2**40
@@ -149,9 +102,6 @@ SCENARIOS = {
     "both at stage 1": (1, 512, 96, 0.75),
 }
 """Stage, micro-batch, width, and the part of the peak for which there is memory."""
-
-
-ARITHMETIC = {"trust": {"simulate_changes_s": 0}}
 
 
 def trained(config: dict[str, Any], width: int, line: str | None, memory: Limited) -> str | None:
@@ -185,7 +135,6 @@ def test_a_run_that_did_not_fit_fits_with_each_printed_change(scenario):
         stage,
         optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
         train_micro_batch_size_per_gpu=micro_batch,
-        **ARITHMETIC,
     )
     free = Limited()
     assert trained(config, width, None, free) is None
@@ -200,39 +149,6 @@ def test_a_run_that_did_not_fit_fits_with_each_printed_change(scenario):
     for line in lines:
         again = trained(config, width, line, Limited(part * free.peak))
         assert again is None, f"{line}\n{told}\n{again}"
-
-
-@on_ranks(2, timeout=300)
-def test_each_simulated_change_makes_the_run_fit():
-    """Rank 1 simulates nothing, to spare time."""
-    stage, micro_batch, width, part = 2, 512, 32, 0.8
-    config = kit.config(
-        stage,
-        optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
-        train_micro_batch_size_per_gpu=micro_batch,
-        trust={"simulate_changes_s": 240},
-    )
-    simulated_changes.asked[:] = [1] * dist.get_rank()
-    free = Limited()
-    assert trained(config, width, None, free) is None
-    told = trained(config, width, None, Limited(part * free.peak))
-    assert told is not None
-    if dist.get_rank() == 1:
-        assert "by arithmetic (this process has simulated changes before)" in told
-    else:
-        assert "Changes with which it fits, each simulated" in told
-    given = [re.findall(r"frees about ([0-9.]+) MiB\n +(.+)", told)]
-    dist.broadcast_object_list(given)
-    (rows,) = given
-    assert [line for _, line in rows] == [
-        '{"train_micro_batch_size_per_gpu": 256, "gradient_accumulation_steps": 2}',
-        "model.gradient_checkpointing_enable()",
-    ], told
-    for freed, line in rows:
-        limited = Limited(part * free.peak)
-        assert trained(config, width, line, limited) is None, told
-        measured = (free.peak - limited.peak) / 2**20
-        assert abs(float(freed) - measured) < 0.02 * free.peak / 2**20, (line, freed, measured)
 
 
 @on_ranks(2)
@@ -250,7 +166,7 @@ def test_a_program_may_go_on_after_a_gather_that_had_no_memory():
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
         resize(flat, nbytes)
 
-    with kit.engine(model, 3, **ARITHMETIC) as engine:
+    with kit.engine(model, 3) as engine:
         unit.resize = refusing
         try:
             with pytest.raises(torch.OutOfMemoryError, match="ZeroShard: the memory of rank"):

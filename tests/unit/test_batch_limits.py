@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 pytest.importorskip("transformers")
@@ -24,7 +22,7 @@ def test_the_limit_is_between_two_batches_and_above_what_is_not_planned(
     """A sample takes 100 MB, the rest of the plan 300. The first run found 15 MB beside the plan."""
     asked = []
 
-    def ends(case: Case, samples: int, limit_nbytes: int, changes: Any = None) -> list[str]:
+    def ends(case: Case, samples: int, limit_nbytes: int) -> list[str]:
         asked.append(limit_nbytes)
         fits = (300 + 100 * samples + beside) * MB <= limit_nbytes
         return ["", "" if fits else f"RuntimeError: 4 bytes {tool.TOLD}"]

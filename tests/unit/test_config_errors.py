@@ -193,6 +193,13 @@ def test_refused_keys_stay_errors_when_unknown_keys_only_warn() -> None:
     )
 
 
+def test_a_key_that_is_gone_says_so_and_what_there_is_instead() -> None:
+    text = message_of({**ONE, "trust": {"simulate_changes_s": 90}})
+    assert "trust.simulate_changes_s: not supported" in text
+    assert "its error has the command of zeroshard plan" in text
+    load_config({**ONE, "trust": {"simulate_changes_s": 0}}, world_size=1)  # it was switched off
+
+
 def test_config_given_twice_is_an_error() -> None:
     text = (
         "the configuration is given twice: as config= and as args.deepspeed_config; remove one of "

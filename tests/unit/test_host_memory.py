@@ -147,11 +147,11 @@ def test_a_refusal_shows_every_rank_the_sum_and_what_helps() -> None:
     assert refusal([20 * GIB, 13 * GIB + GIB // 2], TIGHT_CGROUP) == [
         "The host memory that this run plans does not fit: 33.50 GiB are planned, 12.00 GiB are "
         "free. The kernel would kill a rank during the run.",
-        "  local rank   planned GiB",
-        "           0         20.00",
-        "           1         13.50",
-        "         sum         33.50",
-        "        free         12.00  the limit is that of the cgroup /sys/fs/cgroup/job (cgroup "
+        "  local rank       planned",
+        "           0     20.00 GiB",
+        "           1     13.50 GiB",
+        "         sum     33.50 GiB",
+        "        free     12.00 GiB  the limit is that of the cgroup /sys/fs/cgroup/job (cgroup "
         "limit 16.0 GiB, 4.0 GiB in use; host MemAvailable 48.0 GiB)",
         "Each of these helps:",
         "  - at least 3 times as many hosts of this kind: each host then stores a smaller part",
@@ -166,7 +166,7 @@ def test_a_refusal_shows_every_rank_the_sum_and_what_helps() -> None:
 
 def test_a_refusal_says_when_it_is_the_host_that_binds() -> None:
     assert refusal([11 * GIB], TIGHT_HOST)[4] == (
-        "        free         10.00  the limit is the host's memory (cgroup limit 32.0 GiB, 4.0 "
+        "        free     10.00 GiB  the limit is the host's memory (cgroup limit 32.0 GiB, 4.0 "
         "GiB in use; host MemAvailable 10.0 GiB)"
     )
 

@@ -41,6 +41,8 @@ REFUSED: dict[str, str] = {
     + "write the number of copies of the sharded state in parallel.data_replicate",
     "zero_optimization.mics_hierarchical_params_gather": REMOVED + "leave it out",
     "zero_optimization.zeropp_loco_param": REMOVED + "leave it out",
+    "trust.simulate_changes_s": "a rank that is out of memory simulates nothing any more; its error has "
+    "the command of zeroshard plan that does",
 }
 """Keys without a field. They are errors with this reason, unless the value switches them off."""
 

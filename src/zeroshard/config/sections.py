@@ -97,11 +97,6 @@ class TrustConfig(Section):
         True,
         "Record every step in the folder of the run, for the command zeroshard report.",
     )
-    simulate_changes_s: Amount = honour(
-        90.0,
-        "Seconds that a rank whose allocation failed may simulate changes that would fit, before it "
-        "raises the error. Once per process; other ranks wait. 0: changes by arithmetic only.",
-    )
     stragglers: StragglersConfig = honour(StragglersConfig, "Which ranks are reported as slow.")
 
 

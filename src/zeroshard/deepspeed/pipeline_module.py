@@ -12,7 +12,6 @@ import re
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,7 +30,6 @@ from zeroshard.deepspeed.topology import (
     ProcessTopology,
 )
 from zeroshard.errors import UnsupportedError, UsageError
-from zeroshard.parallel.pickled_model import pickled
 from zeroshard.parallel.split import PipelineModel, StageModule, check_traffic
 from zeroshard.watchdog.join import join_ranks
 
@@ -254,20 +252,6 @@ class PipelineModule(PipelineModel):
             gather=self.gather,
             reduce=self.reduce,
         )
-
-    def note_whole(self) -> None:
-        """See :meth:`PipelineModel.note_whole`. The specs of all layers are here later, too."""
-
-    def as_built(self) -> bytes:
-        """See :meth:`PipelineModel.as_built`."""
-        made = partial(
-            PipelineModule, self._layer_specs, None, self._topo, self.loss_fn, self.seed_layers,
-            self.seed_fn, self.base_seed, self._partition_method,
-            self.activation_checkpoint_interval, self.activation_checkpoint_func,
-            self.checkpointable_layers, self.dynamic_shape, gather=self.gather, reduce=self.reduce,
-            auto_limit_nbytes=self.auto_limit_nbytes,
-        )  # fmt: skip
-        return pickled(made)
 
     def keep(self, rank: int, ranks: int) -> None:
         """See :meth:`PipelineModel.keep`. Tied modules that no own layer uses are deleted, too."""

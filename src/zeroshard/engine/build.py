@@ -46,10 +46,10 @@ from zeroshard.engine.pipeline_traffic import (
     agreed_traffic,
     facts_of,
 )
+from zeroshard.engine.plan_line import PlannedRun, search_lines
 from zeroshard.engine.remedies import Run, is_offloaded
 from zeroshard.engine.restarts import tell_launcher
 from zeroshard.engine.runtime import ZeroRuntime
-from zeroshard.engine.simulated_changes import freed_by
 from zeroshard.engine.tied_units import (
     check_options,
     gathers_of,
@@ -449,13 +449,16 @@ def _build_runtime(
         )  # fmt: skip
     passing, states = _passing(in_order, stage, watch), state_nbytes(plan, stage, comm.rank)
     if draft.device.type != "cpu" or not offload_plan.is_offloaded:
+        missing = new_nbytes(states, model, draft.device, passing)
+        on_device = sum(nbytes for (_, tier), nbytes in states.items() if tier is Tier.DEVICE)
         forecast += check_memory(
-            new_nbytes(states, model, draft.device, passing),
+            missing,
+            on_device + passing - missing,
             watch.world,
             draft.rank_info.rank,
             draft.device,
             _states_only(plan, config, draft.device),
-            partial(freed_by, draft),
+            partial(search_lines, _planned_run(draft)),
         )
     traffic = _traffic(draft, watch, plan, stage)
     ledger, life = Ledger(), Life()
@@ -471,7 +474,6 @@ def _build_runtime(
         undo.pop_all()
     return ZeroRuntime(
         stage, units, prefetcher.wrapped_modules, prefetcher, reducer, sharded, ledger, plan,
-        passing + sum(nbytes for (_, tier), nbytes in states.items() if tier is Tier.DEVICE),
         stores, forecast, life, traffic,
         [unit for spec, unit in zip(specs, units, strict=True) if spec.pipeline_stage is None],
     )  # fmt: skip
@@ -484,6 +486,17 @@ def _passing(in_order: Sequence[UnitSpec], stage: Stage, watch: CommSession) -> 
     comm = reductions_of(spec, watch)
     has_scratch = hasattr(comm, "scratch_nbytes")
     return passing_nbytes(spec.layout, spec.row, stage, ranks=comm.size, has_scratch=has_scratch)
+
+
+def _planned_run(draft: Draft) -> PlannedRun:
+    """A run of which no forward has begun, for a command line."""
+    settings = draft.loaded.config
+    assert settings.train_micro_batch_size_per_gpu is not None  # computed where it is not given
+    return PlannedRun(
+        draft.model, draft.loaded, draft.optimizer, draft.mesh, draft.rank_info,
+        draft.device.type != "cpu", settings.train_micro_batch_size_per_gpu,
+        settings.gradient_accumulation_steps or 1,
+    )  # fmt: skip
 
 
 def _states_only(plan: Sequence[UnitBytes], config: Config, device: torch.device) -> Run:

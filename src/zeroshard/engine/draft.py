@@ -21,7 +21,6 @@ from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
-from zeroshard.engine.optimizer_step import is_simulated
 from zeroshard.engine.preemption import check_can_save_in
 from zeroshard.engine.restarts import batch_of_run
 from zeroshard.engine.sinks import check_packages
@@ -108,8 +107,6 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     copies = head_copies(model.parameters())  # of all stages: every rank opens the same groups
     policy = policy_from(settings)
     if isinstance(model, PipelineModel):
-        if settings.trust.simulate_changes_s and model.kept is None and not is_simulated():
-            model.note_whole()
         model.keep(mesh.coordinate(rank_info.rank)["pipeline"], mesh.pipeline)
         model.cast_stand_ins(policy)
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)

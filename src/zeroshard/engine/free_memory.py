@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,10 +20,11 @@ from zeroshard.comm.dtensors import local_of
 from zeroshard.comm.host import host_number
 from zeroshard.core.layout import UnitLayout
 from zeroshard.core.ledger import Key
+from zeroshard.core.sizes import size_text
 from zeroshard.core.stages import Stage
 from zeroshard.core.tiers import Tier
 from zeroshard.device.choice import ops_of
-from zeroshard.engine.remedies import Remedy, Run, changes, remedies
+from zeroshard.engine.remedies import Run, remedies
 from zeroshard.errors import HostMemoryError
 from zeroshard.memory.host_limits import host_limits
 from zeroshard.precision.policy import DtypeRow
@@ -34,20 +35,19 @@ TIGHT = 0.8
 
 _UNKNOWN_NBYTES = 1 << 52  # exact in float64
 
-COUNT = 3
-"""Changes that are shown."""
-
-_IMPOSSIBLE, _NOT_SIMULATED = -(1 << 52), -(1 << 52) - 1  # less than a change can free
-
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One rank: its number, its host (a number), bytes that it will allocate, bytes that are free."""
+    """One rank: its number, its host (a number), bytes that it will allocate, bytes that are free.
+
+    ``held_nbytes``: those that it has already, of what it will have.
+    """
 
     rank: int
     host: int
     new_nbytes: int
     free_nbytes: int
+    held_nbytes: int = 0
 
 
 def passing_nbytes(
@@ -104,6 +104,11 @@ class Shortage:
         return -((self.free_nbytes - self.wanted_nbytes) // len(self.ranks))
 
     @property
+    def room_nbytes(self) -> int:
+        """What each rank can have at most, if all have as much."""
+        return self.free_nbytes // len(self.ranks) + min(each.held_nbytes for each in self.ranks)
+
+    @property
     def who(self) -> str:
         """The ranks in words."""
         if len(self.ranks) == 1:
@@ -113,17 +118,17 @@ class Shortage:
 
 def check_memory(
     wanted_nbytes: int,
+    held_nbytes: int,
     comm: Comm,
     rank: int,
     device: torch.device,
     run: Run,
-    freed_by: Callable[[Sequence[str]], Sequence[int | None] | str],
+    search: Callable[[int], Sequence[str]],
 ) -> list[str]:
     """Refuse a run whose state does not fit. Collective.
 
-    ``freed_by``: bytes that each change of the configuration, a line, frees on this rank if the run is
-    simulated with it; None: it cannot be. A text: why nothing was simulated. The first rank that has too
-    little memory calls it.
+    ``held_nbytes``: what the rank has of its state already. ``search``: lines that say how to look for a
+    configuration that fits into so many bytes; the same on all ranks.
     Returns lines: nothing, or that the memory is tight.
 
     Raises:
@@ -131,7 +136,8 @@ def check_memory(
     """
     on_cpu = device.type == "cpu"
     free = host_limits().free_nbytes if on_cpu else ops_of(device).allocatable_nbytes()
-    row = [rank, host_number(), wanted_nbytes, _UNKNOWN_NBYTES if free is None else free]
+    room = _UNKNOWN_NBYTES if free is None else free
+    row = [rank, host_number(), wanted_nbytes, room, held_nbytes]
     row_K = torch.tensor(row, dtype=torch.float64).to(device)
     rows = comm.all_gather_small(row_K, name="free memory")
     if isinstance(rows, FakeTensor):
@@ -140,16 +146,7 @@ def check_memory(
     short, tight = verdict(needs, shared=on_cpu)
     if short is None:
         return tight
-    known = list(changes(run))
-    asks = short.ranks[0].rank
-    freed = freed_by([each.line for each in known]) if known and rank == asks else ""
-    if isinstance(freed, str):
-        freed = [_NOT_SIMULATED] * len(known)
-    own_K = torch.tensor([_IMPOSSIBLE if n is None else n for n in freed], dtype=torch.float64)
-    found_WK = comm.all_gather_small(own_K.to(device), name="changes that free memory")
-    at = next(index for index, need in enumerate(needs) if need.rank == asks)
-    simulated = [int(nbytes) for nbytes in found_WK[at].tolist()]
-    raise HostMemoryError("\n".join(_refusal(short, run, known, simulated)))
+    raise HostMemoryError("\n".join([*_refusal(short, run), *search(short.room_nbytes)]))
 
 
 def verdict(needs: Sequence[Need], *, shared: bool) -> tuple[Shortage | None, list[str]]:
@@ -168,46 +165,27 @@ def verdict(needs: Sequence[Need], *, shared: bool) -> tuple[Shortage | None, li
             return found, []
         if wanted > TIGHT * found.free_nbytes:
             tight.append(
-                f"state will take {_gib(wanted)} of the {_gib(found.free_nbytes)} GiB that are free for "
-                f"{found.who}; gathered parameters and activations come on top, and probably do not "
-                "fit. `zeroshard plan` tells what the run needs."
+                f"state will take {size_text(wanted)} of the {size_text(found.free_nbytes)} that are "
+                f"free for {found.who}; gathered parameters and activations come on top, and probably do "
+                "not fit. `zeroshard plan` tells what the run needs."
             )
     return None, tight[:1]
 
 
-def _refusal(
-    short: Shortage, run: Run, known: Sequence[Remedy], simulated: Sequence[int]
-) -> Iterator[str]:
-    """The text. ``simulated``: bytes that each of ``known`` frees on a rank."""
+def _refusal(short: Shortage, run: Run) -> Iterator[str]:
     memory = "host memory" if short.shared else "device memory"
     yield (
         f"This run does not fit: parameters, gradients, optimizer state and what they pass on their "
-        f"way take {_gib(short.wanted_nbytes)} GiB of {memory} more for {short.who}, and "
-        f"{_gib(short.free_nbytes)} GiB are free. Nothing was allocated."
+        f"way take {size_text(short.wanted_nbytes)} of {memory} more for {short.who}, and "
+        f"{size_text(short.free_nbytes)} are free. Nothing was allocated."
     )
-    missing = short.missing_nbytes
-    if _NOT_SIMULATED in simulated:
-        found = remedies(run, missing)
-        head = "Each of these frees memory, by arithmetic:"
-    else:
-        freed = [
-            replace(each, freed_nbytes=n) for each, n in zip(known, simulated, strict=True) if n > 0
-        ]
-        enough = [each for each in freed if each.freed_nbytes >= missing]
-        found = sorted(enough or freed, key=lambda each: each.slowdown / each.freed_nbytes)[:COUNT]
-        head = (
-            "With each of these the state fits; each was simulated:"
-            if enough
-            else "None of these alone is enough, and each was simulated:"
-        )
+    found = remedies(run, short.missing_nbytes)
     if not found:
         yield "More ranks or hosts, or a smaller model, would help; a higher stage would not."
         return
-    yield head
+    yield "Each of these frees memory, by arithmetic:"
+    if found[0].freed_nbytes < short.missing_nbytes:
+        yield "  (none of them alone is enough)"
     for number, each in enumerate(found, start=1):
-        yield f"  {number}. {each.text}: about {_gib(each.freed_nbytes)} GiB per rank"
+        yield f"  {number}. {each.text}: about {size_text(each.freed_nbytes)} per rank"
         yield f"     {each.line}"
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f}"

@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.comm.env import current_rank_info
 from zeroshard.core.ledger import RESTING, TEMPORARY, TRANSPORT, Ledger
 from zeroshard.core.nbytes import state_nbytes
+from zeroshard.core.sizes import mib
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.device.choice import ops_of
+from zeroshard.engine.plan_line import PlannedRun, search_lines
 from zeroshard.engine.remedies import (
     Remedy,
     Run,
@@ -27,7 +30,6 @@ from zeroshard.engine.remedies import (
     is_offloaded,
     remedies,
 )
-from zeroshard.engine.simulated_changes import Answer, ask
 from zeroshard.launch.cgroup import read_peak_rss_nbytes, read_rss_nbytes
 from zeroshard.memory.host_limits import host_limits
 from zeroshard.parallel.split import PipelineModel
@@ -124,7 +126,7 @@ def explain(engine: Any, error: BaseException, phase: str) -> None:
     module, part = reached(error, engine.module) if phase == "forward" else ("", 1.0)
     where = f"{phase} of {module!r}" if module else phase
     lines = [
-        f"{_BEGIN} {engine.global_rank} when {_mib(asked)} MiB could not be allocated, in {where}, "
+        f"{_BEGIN} {engine.global_rank} when {mib(asked)} MiB could not be allocated, in {where}, "
         f"step {engine.global_steps + 1} (MiB):",
         *_table(engine, activations),
     ]
@@ -132,6 +134,7 @@ def explain(engine: Any, error: BaseException, phase: str) -> None:
         lines += [host_limits().in_words(), LESS_ON_HOST]
     else:
         lines += _changes(engine, phase, asked, activations, part)
+        lines += search_lines(planned_run(engine), _room(engine, activations))
     error.args = ("\n".join([str(error.args[0]), *lines]), *error.args[1:])
 
 
@@ -141,14 +144,39 @@ def _changes(engine: Any, phase: str, asked: int, activations: int, part: float)
     missing = _missing(engine, phase, asked, whole - activations, whole)
     if part < 1.0:
         yield (
-            f"{part:.0%} of the blocks had run, so a whole forward would hold about {_mib(whole)} MiB of "
+            f"{part:.0%} of the blocks had run, so a whole forward would hold about {mib(whole)} MiB of "
             "others."
         )
     run = run_of(engine, whole)
-    room = engine.runtime.ledger.totals()[1] + activations
-    answer = ask(engine, room, asked)
-    of = "it" if engine.mesh.is_data_only else "this rank"  # others hold other parts of the model
-    yield from _advice(answer, remedies(run, missing), missing, enough_nbytes(run, missing), of)
+    yield from _advice(remedies(run, missing), missing, enough_nbytes(run, missing))
+
+
+def _room(engine: Any, activations: int) -> int:
+    """Bytes that this rank can have for tensors; on the CPU, where limits are several, those it had."""
+    ops = ops_of(engine.device)
+    in_use: tuple[int, int] | None = ops.memory_in_use()
+    if in_use is not None:
+        return in_use[0] + ops.allocatable_nbytes()
+    on_device: int = engine.runtime.ledger.totals()[1]
+    return on_device + activations
+
+
+def planned_run(engine: Any) -> PlannedRun:
+    """An engine's run for a command line."""
+    updates, sizes = engine.runtime.optimizer, engine._hooks.input_sizes
+    return PlannedRun(
+        engine.module,
+        engine.loaded,
+        None
+        if updates is None
+        else updates.inner,  # engine.optimizer may be that of DeepSpeed's API
+        engine.mesh,
+        current_rank_info(),
+        engine.device.type != "cpu",
+        engine.train_micro_batch_size_per_gpu(),
+        engine.accumulation.steps,
+        sizes[1] if sizes is not None and len(sizes) == 2 else None,
+    )
 
 
 def _missing(engine: Any, phase: str, asked: int, rest: int, whole: int) -> int:
@@ -237,36 +265,23 @@ def _table(engine: Any, activations: int) -> Iterator[str]:
             if category == TRANSPORT and tier is Tier.DEVICE:
                 now, peak = engine._watch.scratch_nbytes, engine._watch.scratch_peak_nbytes
             if plan or now or peak:
-                cells = "".join(f"{_mib(n):>10}" for n in (plan, now, peak))
+                cells = "".join(f"{'' if n is None else mib(n):>10}" for n in (plan, now, peak))
                 yield f"  {category + ', ' + tier.name:24}{cells}"
-    yield f"  {'others':24}{'':>10}{_mib(activations):>10}   activations, temporaries, the program's own"
+    yield f"  {'others':24}{'':>10}{mib(activations):>10}   activations, temporaries, the program's own"
     if engine.device.type == "cpu":
         yield f"  {host_limits().in_words()}"
 
 
-def _advice(
-    answer: Answer, by_arithmetic: Sequence[Remedy], missing: int, enough: int, of: str
-) -> Iterator[str]:
-    found = answer.changes or by_arithmetic
+def _advice(found: Sequence[Remedy], missing: int, enough: int) -> Iterator[str]:
     if not found:
         yield (
             "No change of stage, micro-batch or offload frees memory here. More ranks, or a smaller or "
             "shorter input, would."
         )
         return
-    if answer.changes:
-        yield (
-            f"Changes with which {of} fits, each simulated, in the order of assumed slowdown per byte:"
-        )
-    else:
-        yield f"Changes that free memory, by arithmetic ({answer.reason}):"
-        if found[0].freed_nbytes < enough:
-            yield f"  (none of them alone is sure to free the {_mib(missing)} MiB that are missing)"
+    yield "Changes that free memory, by arithmetic, in the order of assumed slowdown per byte:"
+    if found[0].freed_nbytes < enough:
+        yield f"  (none of them alone is sure to free the {mib(missing)} MiB that are missing)"
     for number, each in enumerate(found, start=1):
-        yield f"  {number}. {each.text}: frees about {_mib(each.freed_nbytes)} MiB"
+        yield f"  {number}. {each.text}: frees about {mib(each.freed_nbytes)} MiB"
         yield f"     {each.line}"
-    yield "`zeroshard plan` tells what a configuration needs before it is run."
-
-
-def _mib(nbytes: int | None) -> str:
-    return "" if nbytes is None else f"{nbytes / 2**20:.1f}"

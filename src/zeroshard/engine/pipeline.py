@@ -25,7 +25,6 @@ from zeroshard.engine.pipeline_inputs import as_pair, named_inputs, names_in
 from zeroshard.errors import DistributedError, UsageError, ZeroShardError, in_short
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
-from zeroshard.zero.input_shapes import shapes_of
 from zeroshard.zero.reduce import BackwardKind
 from zeroshard.zero.unit import Unit
 
@@ -353,8 +352,6 @@ def agreed_batches(
     fault = _NO_DATA if needs and data_iter is None else _fault_of(batches)
     given, bits = batches, 0
     model: PipelineModel = engine.module
-    if count == engine.accumulation.steps:
-        model.batch_shapes = shapes_of(tuple(batches[0])) if batches and not fault else None
     if model.input_names is not None and not fault:
         given, bits, fault = _by_name(batches, model.input_names)
     own = torch.tensor(

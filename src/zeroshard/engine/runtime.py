@@ -29,7 +29,6 @@ class ZeroRuntime:
     optimizer: ShardedOptimizer | None
     ledger: Ledger
     plan: list[UnitBytes]
-    least_nbytes: int  # on the device, that a step surely needs: state, and what passes beside it
     stores: Stores
     forecast: list[str]  # the forecast of disk times: lines of text
     life: Life

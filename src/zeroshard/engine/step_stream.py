@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zeroshard.comm.recorder import Recorder
+from zeroshard.core.sizes import GIB
 from zeroshard.device.ops import DeviceOps, HostValues, Mark
 from zeroshard.engine.report import StepReport
 from zeroshard.engine.sinks import Event
@@ -25,7 +26,6 @@ from zeroshard.launch.cgroup import read_peak_rss_nbytes
 PREFIX = "Train/Samples/"
 MEMORY_EVERY = 10
 """Steps between two looks at the memory: torch's counters of a GPU cost the host about 0.1 ms."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from zeroshard.errors import EXIT_DIAGNOSIS
 from zeroshard.launch.cgroup import OomCounters
 from zeroshard.launch.traces import Trace, last_trace, trace_of_error_file
+from zeroshard.memory.host_limits import gib
 
 EXIT_SURVIVOR = 76  # exit code of a rank that ends itself because it lost its peers
 
@@ -29,7 +30,6 @@ _WANTS_GPU = re.compile(r"support bf16/gpu|(?:fp16|bf16) mixed precision require
 _USE_CPU = "there is no GPU here, and the program needs one: start it with `--use_cpu true`"
 _FROZEN_PEER = re.compile(r"(?:[\w.]+\.)?RankFrozen\b")  # a verdict on another rank, not a cause
 _FROZEN = "was stopped by a signal (SIGSTOP); when another rank had failed, the launcher killed it"
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +186,11 @@ def _killed(death: RankExit, kernel: KernelCounters) -> str:
     rss = (
         ""
         if death.peak_rss_nbytes is None
-        else f", RSS {_gib(death.peak_rss_nbytes)} when last seen"
+        else f", RSS {gib(death.peak_rss_nbytes)} when last seen"
     )
     if kernel.oom.cgroup:
         limit = kernel.cgroup_limit_nbytes
-        bound = "" if limit is None else f", limit {_gib(limit)}"
+        bound = "" if limit is None else f", limit {gib(limit)}"
         return (
             f"was killed by the kernel OOM killer (in this cgroup: oom_kill +{kernel.oom.cgroup}"
             f"{bound}{rss})"
@@ -223,7 +223,3 @@ def _ranks(ranks: Sequence[int]) -> str:
             spans.append([rank, rank])
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.1f} GiB"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from zeroshard.core.sizes import size_text
 from zeroshard.errors import HostMemoryError
 from zeroshard.memory.host_limits import HostLimits
 
@@ -28,8 +29,8 @@ def check_host(planned_nbytes_of_local_ranks: Sequence[int], limits: HostLimits)
     raise HostMemoryError(
         "\n".join(
             [
-                f"The host memory that this run plans does not fit: {_gib(total_nbytes)} GiB are "
-                f"planned, {_gib(free_nbytes)} GiB are free. The kernel would kill a rank during "
+                f"The host memory that this run plans does not fit: {size_text(total_nbytes)} are "
+                f"planned, {size_text(free_nbytes)} are free. The kernel would kill a rank during "
                 "the run.",
                 *_table(planned_nbytes_of_local_ranks, limits),
                 *_remedies(total_nbytes, free_nbytes),
@@ -45,10 +46,10 @@ def _table(planned: Sequence[int], limits: HostLimits) -> Iterator[str]:
         binding = f"the limit is that of the cgroup {limits.cgroup.folder}"
     else:
         binding = "the limit is the host's memory"
-    yield f"{'local rank':>12}  {'planned GiB':>12}"
-    yield from (f"{rank:>12}  {_gib(nbytes):>12}" for rank, nbytes in enumerate(planned))
-    yield f"{'sum':>12}  {_gib(sum(planned)):>12}"
-    yield f"{'free':>12}  {_gib(free_nbytes):>12}  {binding} ({limits.in_words()})"
+    yield f"{'local rank':>12}  {'planned':>12}"
+    yield from (f"{rank:>12}  {size_text(nbytes):>12}" for rank, nbytes in enumerate(planned))
+    yield f"{'sum':>12}  {size_text(sum(planned)):>12}"
+    yield f"{'free':>12}  {size_text(free_nbytes):>12}  {binding} ({limits.in_words()})"
 
 
 def _remedies(total_nbytes: int, free_nbytes: int) -> Iterator[str]:
@@ -64,7 +65,3 @@ def _remedies(total_nbytes: int, free_nbytes: int) -> Iterator[str]:
         "  - bf16.bf16_master_weights_and_grads with bf16.bf16_optimizer_states: masters and "
         "moments have a 16-bit dtype, at most half the bytes"
     )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.2f}"

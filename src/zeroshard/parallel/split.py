@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.errors import UnsupportedError, UsageError
-from zeroshard.parallel.pickled_model import NotDescribable, pickled
 from zeroshard.parallel.schedules import stages_of
 from zeroshard.precision.policy import Policy
 
@@ -116,9 +115,6 @@ class PipelineModel(nn.Module):
     """Names of the inputs of forward, if every stage gets all inputs of a micro-batch; else None."""
     given_names: tuple[str, ...] = ()
     """Those of :attr:`input_names` that the micro-batches of the running step have."""
-    batch_shapes: tuple[Any, Any] | None = None
-    """Shapes of the inputs and labels of the last step's first micro-batch. None: this rank got none."""
-    _as_built: bytes | NotDescribable | None = None
 
     def __init__(
         self,
@@ -182,25 +178,6 @@ class PipelineModel(nn.Module):
 
     def cast_stand_ins(self, policy: Policy) -> None:
         """Let what stands for modules of other stages return tensors of the dtypes that those have."""
-
-    def note_whole(self) -> None:
-        """Note what the model is before :meth:`keep` deletes other stages, for :meth:`as_built`."""
-        try:
-            self._as_built = pickled(self)
-        except NotDescribable as error:
-            self._as_built = error
-
-    def as_built(self) -> bytes:
-        """The whole model, pickled without values, or a function that makes it.
-
-        Raises:
-            NotDescribable: it cannot be pickled, or other stages were deleted before it was noted.
-        """
-        if isinstance(self._as_built, NotDescribable):
-            raise self._as_built
-        if self._as_built is None:
-            raise NotDescribable("the pipeline was cut before this engine was built")
-        return self._as_built
 
     def keep(self, rank: int, ranks: int) -> None:
         """Keep the stages of one of ``ranks`` pipeline ranks, and delete all other modules.

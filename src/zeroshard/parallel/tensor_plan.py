@@ -117,11 +117,6 @@ class TensorPlan:
     source: str
 
     @property
-    def asked(self) -> Mapping[str, str] | str:
-        """What gives this plan again for the same model."""
-        return self.styles if self.source == CALLER else "auto"
-
-    @property
     def text(self) -> str:
         """The plan in lines, for a log: layers that differ only in a number are on one line."""
         rows: dict[tuple[str, str], int] = defaultdict(int)
@@ -558,12 +553,12 @@ def _cut(
             streams=streams,
             starts_region=starts_region(name, plan.styles),
         )
-        note_uncut(module, by_sequence=plan.sequence, counts={}, plan=plan.asked)
+        note_uncut(module, by_sequence=plan.sequence, counts={})
         parallelize_module(module, mesh, layer, src_data_rank=None)
     for count in plan.heads:
         module = model.get_submodule(count.module)
         counts = {count.attribute: count.whole}
-        note_uncut(module, by_sequence=plan.sequence, counts=counts, plan=plan.asked)
+        note_uncut(module, by_sequence=plan.sequence, counts=counts)
         setattr(module, count.attribute, count.own)
     return made
 

@@ -9,7 +9,6 @@ whole model, unless it is cut over the sequence.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,32 +24,23 @@ _NOTE = "_zeroshard_uncut"
 """Attribute of a cut layer, and of a module whose numbers of heads are divided."""
 
 
-Plan = Mapping[str, str] | str
-"""How a model is cut over tensor ranks: styles by name, or "auto"."""
-
 _NO_COPY = object()
 """Stands for the forward of a cut layer in a copy: it knows process groups, which cannot be copied."""
 
 
 @dataclass
 class _Uncut:
-    """A module before it was cut. ``forward``: an attribute of the module itself, not of its class.
-
-    ``plan``: that cuts its model.
-    """
+    """A module before it was cut. ``forward``: an attribute of the module itself, not of its class."""
 
     pre_hooks: frozenset[int]
     hooks: frozenset[int]
     forward: Any
     by_sequence: bool
-    plan: Plan
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def note_uncut(
-    module: nn.Module, *, by_sequence: bool, counts: Mapping[str, int], plan: Plan
-) -> None:
-    """Note what a module is before ``plan`` cuts it, or before ``counts`` of it are divided.
+def note_uncut(module: nn.Module, *, by_sequence: bool, counts: Mapping[str, int]) -> None:
+    """Note what a module is before a plan cuts it, or before ``counts`` of it are divided.
 
     ``by_sequence``: the plan cuts the residual stream over the sequence.
     """
@@ -61,7 +51,6 @@ def note_uncut(
             hooks=frozenset(module._forward_hooks),
             forward=module.__dict__.get("forward"),
             by_sequence=by_sequence,
-            plan=plan,
         )
     note.counts.update(counts)
 
@@ -90,25 +79,6 @@ def check_can_copy(model: nn.Module) -> None:
                 "zeroshard.parallel.tensor_parallel(). The forward of such a model cannot be followed. "
                 "Pass the plain model to tensor_parallel() first, or pass order= to pipeline()."
             )
-
-
-def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that has cut a model over tensor ranks; None: none has."""
-    notes = (module.__dict__.get(_NOTE) for module in model.modules())
-    return next((note.plan for note in notes if note is not None), None)
-
-
-def uncut(module: nn.Module) -> nn.Module:
-    """A shallow copy of a cut layer as it was, but for its parameters; any other module itself."""
-    note = module.__dict__.get(_NOTE)
-    if note is None:
-        return module
-    copied = copy.copy(module)
-    for hooks in ("_forward_pre_hooks", "_forward_hooks"):
-        copied.__dict__[hooks] = OrderedDict(module.__dict__[hooks])
-    del copied.__dict__[_NOTE]
-    _undo(copied, note)
-    return copied
 
 
 def whole_copy(

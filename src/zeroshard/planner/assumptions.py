@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroshard.core.mesh import Mesh
+from zeroshard.core.sizes import size_text
 from zeroshard.planner.gpu_kernels import Target
-from zeroshard.planner.in_words import size_text
 
 NOT_MODELLED = (
     "memory of the allocator (reserved and fragmented blocks), of the device's context and of the "

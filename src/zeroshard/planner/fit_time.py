@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeroshard.config.machine_file import MachineFile, Values
+from zeroshard.core.sizes import size_text
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import UsageError
 from zeroshard.planner.candidates import (
@@ -38,7 +39,6 @@ from zeroshard.planner.candidates import (
     possible,
     refused_by_schedule,
 )
-from zeroshard.planner.in_words import size_text
 from zeroshard.planner.least_states import least_states_nbytes, offloadable_nbytes
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulate import Simulation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from zeroshard.core.sizes import size_text
 from zeroshard.errors import UsageError
 
 MOST = 2**20
@@ -28,8 +29,8 @@ def largest_batch(peak_nbytes: Callable[[int], int], limit_nbytes: int) -> tuple
     fits, fits_nbytes = 1, peak_nbytes(1)
     if fits_nbytes > limit_nbytes:
         raise UsageError(
-            f"no micro-batch fits {_mib(limit_nbytes)}: one sample needs "
-            f"{_mib(fits_nbytes)}, {_mib(fits_nbytes - limit_nbytes)} too much. Use shorter "
+            f"no micro-batch fits {size_text(limit_nbytes)}: one sample needs "
+            f"{size_text(fits_nbytes)}, {size_text(fits_nbytes - limit_nbytes)} too much. Use shorter "
             "samples, activation checkpointing, a higher stage, offload or more ranks."
         )
     known = [(fits, fits_nbytes)]
@@ -42,8 +43,8 @@ def largest_batch(peak_nbytes: Callable[[int], int], limit_nbytes: int) -> tuple
             over = guess
         elif guess >= MOST:
             raise UsageError(
-                f"a micro-batch of {MOST:,} samples fits {_mib(limit_nbytes)}, and more are not tried: "
-                "memory does not limit the batch. Give --batch a number."
+                f"a micro-batch of {MOST:,} samples fits {size_text(limit_nbytes)}, and more are not "
+                "tried: memory does not limit the batch. Give --batch a number."
             )
         else:
             fits = guess
@@ -62,7 +63,3 @@ def _guess(known: list[tuple[int, int]], fits: int, over: int | None, limit_nbyt
         return (fits + over) // 2
     line = one + int((limit_nbytes - one_nbytes) / slope) if slope > 0 else 2 * fits
     return max(fits + 1, min(line, MOST if over is None else over - 1))
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"

@@ -14,9 +14,9 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from zeroshard.config.hidden import HIDDEN
+from zeroshard.core.sizes import decimal_text, mib, size_text
 from zeroshard.planner.candidates import Fit, Judged, StrategyKind
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
-from zeroshard.planner.in_words import MIB, decimal_text, size_text
 from zeroshard.planner.plan import Change, Plan
 from zeroshard.planner.simulate import OUTSIDE_STEP, highest
 from zeroshard.planner.step_time import StepTime
@@ -284,11 +284,11 @@ def change_lines(changes: Sequence[Change]) -> Iterator[str]:
 
 def checkpoint_line(needs: CheckpointNeeds) -> str:
     """What a checkpoint needs on the rank, as a sentence."""
-    copied = f", a copy of {_mib(needs.copy_nbytes)} MiB" if needs.copy_nbytes else ""
+    copied = f", a copy of {mib(needs.copy_nbytes)} MiB" if needs.copy_nbytes else ""
     return (
         f"a checkpoint: this rank writes {sum(needs.files.values()):,} bytes in {len(needs.files)} "
-        f"file(s); host memory to save {_mib(needs.write_nbytes)} MiB{copied}, to load at most "
-        f"{_mib(needs.read_nbytes)} MiB"
+        f"file(s); host memory to save {mib(needs.write_nbytes)} MiB{copied}, to load at most "
+        f"{mib(needs.read_nbytes)} MiB"
     )
 
 
@@ -338,8 +338,8 @@ def _stages(plan: Plan) -> Table:
     for at, each in enumerate(plan.stages):
         timings = [time.timing for time in plan.stage_times[at : at + 1]]
         table.add_row(
-            *(str(at), str(each.rank), f"{each.parameters:,}", _mib(each.states_nbytes)),
-            *(_mib(each.peak_nbytes), str(each.in_flight), f"{each.sent_numel:,}"),
+            *(str(at), str(each.rank), f"{each.parameters:,}", mib(each.states_nbytes)),
+            *(mib(each.peak_nbytes), str(each.in_flight), f"{each.sent_numel:,}"),
             *(cell for own in timings for cell in (_s(own.compute_s), _s(own.stages_s))),
         )
     return table
@@ -351,9 +351,9 @@ def _phases(plan: Plan) -> Table:
     keys = dict.fromkeys(key for m in moments.values() for key, n in m.held.items() if n)
     for category, tier in keys:
         cells = [m.held.get((category, tier), 0) for m in moments.values()]
-        table.add_row(category, tier, *map(_mib, cells))
-    table.add_row("others", "device", *(_mib(m.activations_nbytes) for m in moments.values()))
-    table.add_row("all", "device", *(_mib(m.device_nbytes) for m in moments.values()))
+        table.add_row(category, tier, *map(mib, cells))
+    table.add_row("others", "device", *(mib(m.activations_nbytes) for m in moments.values()))
+    table.add_row("all", "device", *(mib(m.device_nbytes) for m in moments.values()))
     return table
 
 
@@ -363,7 +363,7 @@ def _largest(plan: Plan) -> Table:
         table.add_column(name)
     for row in plan.simulation.largest[:10]:
         shape = f"{row.dtype} {list(row.shape)}"
-        table.add_row(_mib(row.nbytes), row.op, escape(shape), row.phase, escape(row.module))
+        table.add_row(mib(row.nbytes), row.op, escape(shape), row.phase, escape(row.module))
     return table
 
 
@@ -388,7 +388,3 @@ def _kept(names: Sequence[str]) -> str:
     shown = ", ".join(names[:SHOWN_UNITS]) or "none"
     left = len(names) - SHOWN_UNITS
     return f"{shown} and {left} more (--json has all)" if left > 0 else shown
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / MIB:,.1f}"

@@ -158,7 +158,6 @@ def simulate(
     with_events: bool = False,
     target: Target = "cpu",
     with_checkpoint: bool = False,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     ranks_per_node: int | None = None,
 ) -> Simulation:
     """Train ``steps`` steps as ``rank`` of ``mesh`` with fake tensors, and say what that needed.
@@ -171,9 +170,8 @@ def simulate(
     loss; a pipeline has its own.
     The first step creates optimizer state, so the second one shows the memory of all later steps.
     ``with_events``: log what the last step does, for its time. ``target``: the kind of device whose
-    operations the model runs. ``with_checkpoint``: then save and load. ``optimizer``: makes the
-    optimizer from the parameters; None: the configuration names it. ``ranks_per_node``: how many ranks
-    share a node, and so may share memory; None: not known.
+    operations the model runs. ``with_checkpoint``: then save and load. ``ranks_per_node``: how many
+    ranks share a node, and so may share memory; None: not known.
 
     The process must not have a process group. Memory of allocators and of the program itself is not
     counted; that of the transport is, for CPU ranks, if the configuration names one (key ``transport``),
@@ -206,7 +204,7 @@ def simulate(
             watch.forget_peaks()  # a run gets the shapes in messages
             model = build()
         with nodes_of(ranks_per_node):  # what zero.Init holds of a transport is not counted
-            engine = _engine(model, config, mesh, plan, optimizer)
+            engine = _engine(model, config, mesh, plan)
         with contextlib.closing(engine):
             watch.buffers_nbytes = _buffers_of(engine)
             _expect(engine, arriving)
@@ -215,38 +213,14 @@ def simulate(
             return _and_checkpoint(engine, watch, found) if with_checkpoint else found
 
 
-def least_nbytes(
-    build: Callable[[], nn.Module],
-    config: Mapping[str, Any],
-    *,
-    mesh: Mesh,
-    rank: int,
-    plan: Mapping[str, str] | str | None = None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
-    target: Target = "cpu",
-    ranks_per_node: int | None = None,
-) -> int:
-    """What the engine of a rank holds on its device at least, built where tensors are fake.
-
-    Arguments and errors as for :func:`simulate`.
-    """
-    config = {key: value for key, value in config.items() if key not in _NOT_SIMULATED}
-    apart = host_memory_apart(target != "cpu")
-    with lone_rank(rank, mesh.world_size), apart, fake_tensors(), nodes_of(ranks_per_node):
-        engine = _engine(build(), config, mesh, plan, optimizer)
-        with contextlib.closing(engine):
-            return engine.runtime.least_nbytes
-
-
 def _engine(
     model: nn.Module,
     config: Any,
     mesh: Mesh,
     plan: Mapping[str, str] | str | None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None,
 ) -> Engine:
     """On the CPU, whatever this host has."""
-    return Engine(model, config=config, mesh=mesh, plan=plan, optimizer=optimizer, device="cpu")
+    return Engine(model, config=config, mesh=mesh, plan=plan, device="cpu")
 
 
 def _and_checkpoint(engine: Engine, watch: Allocations, found: Simulation) -> Simulation:

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from zeroshard.core.sizes import GIB, mib, size_text
 from zeroshard.report.curves import ROWS, area_chart, bar_chart
 from zeroshard.report.render import Figure, render
 
-GIB, MIB = 2**30, 2**20
 MAX_UNITS = 10
 """Units in the figure of traffic: those that move the most."""
 MAX_ROWS = 2000
@@ -47,18 +47,23 @@ def plan_page(plan: Mapping[str, Any], config: Sequence[tuple[str, str, str]]) -
 
 def verdict(plan: Mapping[str, Any]) -> str:
     """Whether the run fits, by how much, on which rank."""
-    peak = f"peak {_size(plan['peak_nbytes'])} in {plan['peak_phase']} on rank {plan['rank']}"
+    peak = f"peak {size_text(plan['peak_nbytes'])} in {plan['peak_phase']} on rank {plan['rank']}"
     spare, limit = plan["spare_nbytes"], plan["limit_nbytes"]
     if limit is None:
         return f"{peak}; no memory of a device was given, so nothing to compare with"
     if plan["fits"]:
-        return f"fits, {_size(spare)} to spare of {_size(limit)}; {peak}"
-    return f"does not fit: {_size(-spare)} too much for {_size(limit)}; {peak}"
+        return f"fits, {size_text(spare)} to spare of {size_text(limit)}; {peak}"
+    return f"does not fit: {size_text(-spare)} too much for {size_text(limit)}; {peak}"
 
 
 def _change(row: Mapping[str, Any]) -> tuple[str, ...]:
     how = "predicted" if row["predicted"] else "assumed"
-    return row["text"], row["line"], _size(row["peak_nbytes"]), f"{row['slowdown']:+.0%} ({how})"
+    return (
+        row["text"],
+        row["line"],
+        size_text(row["peak_nbytes"]),
+        f"{row['slowdown']:+.0%} ({how})",
+    )
 
 
 def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -73,7 +78,7 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"pipeline stage {number}",
             (
                 f"rank {stage['rank']}: {stage['parameters']:,} parameters, peak "
-                f"{_size(stage['peak_nbytes'])}, {stage['in_flight']} micro-batches in flight"
+                f"{size_text(stage['peak_nbytes'])}, {stage['in_flight']} micro-batches in flight"
                 + (
                     f"; computes {_s(stage['compute_s'])} of a step, waits {_s(stage['waits_s'])}"
                     if "waits_s" in stage
@@ -87,7 +92,7 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "checkpoint",
             (
                 f"{sum(needs['files'].values()):,} bytes in {len(needs['files'])} file(s) of this rank; "
-                f"at most {_size(host)} of host memory to save or load it"
+                f"at most {size_text(host)} of host memory to save or load it"
             ),
         )
     if (disk := plan["disk"])["file_nbytes"]:
@@ -99,7 +104,7 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             ),
         )
     if plan["one_more_nbytes"] is not None:
-        yield "one more sample", f"needs {_size(plan['one_more_nbytes'])}, which does not fit"
+        yield "one more sample", f"needs {size_text(plan['one_more_nbytes'])}, which does not fit"
     if plan["time"] is None:
         yield "time of a step", "not planned: no machine was given"
         return
@@ -128,12 +133,12 @@ def _peak(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _largest(row: Mapping[str, Any]) -> tuple[str, ...]:
     shape = f"{row['dtype']} {list(row['shape'])}"
-    return _mib(row["nbytes"]), row["op"], shape, row["phase"], row["module"], row["line"]
+    return mib(row["nbytes"]), row["op"], shape, row["phase"], row["module"], row["line"]
 
 
 def _state(row: Mapping[str, Any]) -> tuple[str, ...]:
-    planned = "" if row["planned"] is None else _mib(row["planned"])
-    return row["category"], row["tier"], planned, _mib(row["measured"])
+    planned = "" if row["planned"] is None else mib(row["planned"])
+    return row["category"], row["tier"], planned, mib(row["measured"])
 
 
 def _phases(plan: Mapping[str, Any]) -> Figure:
@@ -153,7 +158,7 @@ def _phases(plan: Mapping[str, Any]) -> Figure:
         "Peak of each phase",
         bar_chart(bars, "GiB on the device"),
         ("category, MiB", "tier", *phases),
-        [(*key, *(_mib(row.get(phase, 0)) for phase in phases)) for key, row in cells.items()],
+        [(*key, *(mib(row.get(phase, 0)) for phase in phases)) for key, row in cells.items()],
         '"init" is everything before the first step; "save" and "load" are those of a checkpoint after '
         'the step. "others" are activations, temporaries of '
         "operations, and gradients before they are in a buffer.",
@@ -178,8 +183,8 @@ def _timeline(plan: Mapping[str, Any]) -> Figure:
         ("allocation", "phase", "device, MiB", "others", *names),
         [
             (
-                f"{line['allocation'][at]:,}", line["phase"][at], _mib(whole[at]),
-                _mib(line["others"][at]), *(_mib(row[at]) for row in columns),
+                f"{line['allocation'][at]:,}", line["phase"][at], mib(whole[at]),
+                mib(line["others"][at]), *(mib(row[at]) for row in columns),
             )
             for at in kept
         ],
@@ -268,14 +273,6 @@ def _not_modelled_of_time(time: Mapping[str, Any] | None) -> list[str]:
     if time is None:
         return ["the time of a step: no machine was given"]
     return [f"of the time: {line}" for line in time["not_modelled"]]
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:,.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:,.2f} MiB"
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / MIB:,.1f}"
 
 
 def _s(seconds: float) -> str:

@@ -58,7 +58,6 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.errors import ShardedAccess, UsageError
 from zeroshard.zero import functorch, sharded_parameter
 from zeroshard.zero.gradients import GradBuffer
-from zeroshard.zero.input_shapes import shapes_of
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
 from zeroshard.zero.reduce import BackwardKind, GradReducer
 from zeroshard.zero.saved_views import SavedViews, forget_views
@@ -127,8 +126,7 @@ class StepHooks:
         self._root_call: _Call | None = None  # of the last forward with gradients
         self.forward_depth = 0
         self.is_pipeline = False
-        # Of the last forward with gradients: args and kwargs of the root.
-        self.input_shapes: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.input_sizes: torch.Size | None = None  # of the root's last forward with gradients
         self._forward = 0  # the number of the last forward of the root
         self._is_reached = False  # the running backward has entered a call
         self._aside: list[
@@ -254,7 +252,8 @@ class StepHooks:
             if not self.is_pipeline:
                 self.check_tree()
                 if torch.is_grad_enabled():
-                    self.input_shapes = shapes_of(args), shapes_of(kwargs)
+                    first = kwargs.get("input_ids", args[0] if args else None)
+                    self.input_sizes = first.shape if isinstance(first, Tensor) else None
             self.on_forward_begin()
             self._forward += 1
             self.prefetcher.begin_forward()

@@ -1,4 +1,4 @@
-"""Sizes of a plan in words."""
+"""Sizes in bytes as text."""
 
 from __future__ import annotations
 
@@ -26,3 +26,12 @@ def size_text(nbytes: int) -> str:
     if size >= MIB // 10:
         return f"{nbytes / MIB:,.1f} MiB"
     return f"{nbytes:,} bytes"
+
+
+def mib(nbytes: int) -> str:
+    """A number of MiB, for tables.
+
+    >>> mib(3 << 29)
+    '1,536.0'
+    """
+    return f"{nbytes / MIB:,.1f}"
