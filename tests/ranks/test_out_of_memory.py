@@ -57,7 +57,7 @@ def test_a_failed_allocation_tells_what_the_rank_holds(phase):
         engine.step()
     text = caught.value.args[0]
     assert "DefaultCPUAllocator: can't allocate memory" in text  # programs look for this
-    assert f"rank 0 when {2**30}.0 MiB could not be allocated, in {phase}, step 1" in text
+    assert f"rank 0 when {2**30:,}.0 MiB could not be allocated, in {phase}, step 1" in text
     assert re.search(r"^  parameters, device +0\.0 +0\.0 +0\.0$", text, re.MULTILINE)
     assert text.count("ZeroShard: the memory of rank") == 1
 
@@ -89,7 +89,7 @@ def test_a_forward_that_ends_in_the_middle_is_told_with_its_place():
             engine(torch.ones(64, 8))
     text = str(caught.value)
     assert "in forward of 'blocks.2', step 1" in text
-    assert "31% of the blocks had run, so a whole forward would hold about 3355443.2 MiB" in text
+    assert "31% of the blocks had run, so a whole forward would hold about 3,355,443.2 MiB" in text
     assert '{"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 8}' in text
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,27 @@ def test_what_the_program_said_is_in_the_configuration(tmp_path):
     assert "train_batch_size" not in found
     assert found["train_micro_batch_size_per_gpu"] == 4
     assert found["gradient_accumulation_steps"] == 2
+
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5})
+
+
+def test_an_optimizer_that_no_configuration_names_is_told(tmp_path):
+    run = planned(tmp_path, Squares())
+    run = replace(
+        run,
+        optimizer=Own(run.model.parameters()),
+        ranks=RankInfo(world_size=6, local_world_size=2),
+        tokens=5,
+    )
+    text, line = search_lines(run, 1 << 30)
+    assert "by simulation with Adam in place of Own (" in text
+    assert "--ranks 6 --ranks-per-node 2" in line
+    assert "--seq" not in line  # the function may return a batch
+    uneven = replace(run, ranks=RankInfo(world_size=6, local_world_size=4))
+    assert "--ranks-per-node" not in search_lines(uneven, 1 << 30)[1]  # which must divide
 
 
 def test_without_a_folder_nothing_is_printed(tmp_path):

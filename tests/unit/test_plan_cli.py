@@ -403,7 +403,7 @@ MISTAKES = [
     (PLAN + "words --config none.json", "no batch size is given"),
     (PLAN + "plain --batch max" + RUN, "the largest that fits --memory, which is not"),
     (PLAN + "plain --batch max --memory 1" + RUN, "cannot change the batch of"),
-    (PLAN + "words --batch max --memory 0.00005 --seq 64" + RUN, "no micro-batch fits 0.1 MiB: one "),
+    (PLAN + "words --batch max --memory 0.00005 --seq 64" + RUN, "no micro-batch fits 53,687 bytes"),
     (PLAN + "plain --check" + RUN, "--check compares with --memory"),
     (PLAN + "words --trace nowhere/x.json" + RUN, "No such file or directory: 'nowhere/x.json'"),
     (PLAN + "words --fit speed" + RUN, "--fit speed fits a run into --memory, which is not given"),

@@ -55,9 +55,10 @@ class PlannedRun:
 
 
 def search_lines(run: PlannedRun, memory_nbytes: int) -> list[str]:
-    """The command, or what it needs first; nothing if no file can be written or nothing is trained.
+    """The command, or what it needs first; nothing if its files cannot be written or nothing is trained.
 
-    ``memory_nbytes``: that a rank has for tensors. Writes the files that the command names.
+    ``memory_nbytes``: that a rank has for tensors. Writes the files that the command names. It must not
+    raise, because an error is being explained.
     """
     if run.optimizer is None:
         return []
@@ -69,19 +70,20 @@ def search_lines(run: PlannedRun, memory_nbytes: int) -> list[str]:
         why = no_name(run)
         script, has_entry = _script()
         named = script if why else _written(folder, "model", describe(run))
-    except (OSError, MemoryError):
+    except (OSError, MemoryError, TypeError, ValueError):  # the last two: a program's own objects
         return []
     words = ["zeroshard", "plan", named, "--config", config, "--ranks", str(run.ranks.world_size)]
-    if run.ranks.local_world_size < run.ranks.world_size:
+    nodes, rest = divmod(run.ranks.world_size, run.ranks.local_world_size)
+    if nodes > 1 and not rest:
         words += ["--ranks-per-node", str(run.ranks.local_world_size)]
     if run.tokens is not None and not why:
         words += ["--seq", str(run.tokens)]
     words += ["--memory", f"{memory_nbytes / 2**30:.6g}"]
     words += ["--target", "cuda"] if run.on_gpu else []
     if not why:
-        head = "To look for a configuration that fits, by simulation, run:"
+        head = f"To look for a configuration that fits, by simulation{_assumed(run)}, run:"
         return [head, "  " + shlex.join([*words, "--fit", "speed"])]
-    head = f"To look for changes with which it fits, by simulation ({why}), "
+    head = f"To look for changes with which it fits, by simulation{_assumed(run)} ({why}), "
     if not has_entry:
         head += (
             f"define {ENTRY}() in {script}, which takes no arguments and returns the model, or the model "
@@ -133,19 +135,27 @@ def config_of(run: PlannedRun) -> dict[str, Any]:
     if run.mesh.data_replicate > 1:  # the program may have given a device mesh
         found["parallel"] = {**found.get("parallel", {}), "data_replicate": run.mesh.data_replicate}
     if run.loaded.config.optimizer is None and run.optimizer is not None:
-        found["optimizer"] = _optimizer(run.optimizer)
+        given = run.optimizer.defaults
+        params = {key: given[key] for key in _OF_STATES if given.get(key)}
+        params["lr"] = float(given.get("lr", 1e-3))
+        found["optimizer"] = {"type": _torch_name(run.optimizer), "params": params}
     return found
 
 
-def _optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The section for an optimizer of the program. One that torch does not have: its state is assumed."""
+def _torch_name(optimizer: torch.optim.Optimizer) -> str:
+    """The class of torch that a program's optimizer is of, or Adam."""
     names = (kind.__name__ for kind in type(optimizer).__mro__)
-    own = next(
+    return next(
         name for name in (*names, "Adam") if name != "Optimizer" and hasattr(torch.optim, name)
     )
-    given: Mapping[str, Any] = optimizer.defaults
-    params = {key: given[key] for key in _OF_STATES if given.get(key)}
-    return {"type": own, "params": {**params, "lr": float(given.get("lr", 1e-3))}}
+
+
+def _assumed(run: PlannedRun) -> str:
+    """In words, if an optimizer that no configuration can name is planned as another one."""
+    if run.optimizer is None or run.loaded.config.optimizer is not None:
+        return ""
+    own, name = type(run.optimizer).__name__, _torch_name(run.optimizer)
+    return "" if own == name else f" with {name} in place of {own}"
 
 
 def _script() -> tuple[str, bool]:
