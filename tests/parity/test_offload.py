@@ -103,7 +103,10 @@ def check_stores(
                 raise AssertionError(f"stage {stage}, {store}: {error}") from error
 
 
-@pytest.mark.parametrize("name", sampled([*CASES], every=3))
+@pytest.mark.parametrize(
+    "name",
+    ["complex", *sampled([name for name in CASES if name != "complex"], every=3)],  # pages differ
+)
 @on_ranks(2)
 def test_no_store_changes_a_bit_on_two_ranks(name, tmp_path):
     check_stores(tmp_path, name, "bf16", 1, stages=(3,), world=2, only=PLACES)

@@ -1,10 +1,12 @@
-"""Larger edge-case models: attention, experts, towers, convolution, recurrence.
+"""Larger edge-case models: attention, experts, towers, convolution, recurrence,
+complex parameters.
 
 They are added to :data:`support.edge_case_models.CASES`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -355,3 +357,62 @@ def tuple_outputs() -> nn.Module:
 def dataclass_outputs() -> nn.Module:
     """Blocks return dataclasses."""
     return Towers(TowerOutput, lambda out: (out.hidden, out.size))
+
+
+class StateSpace(nn.Module):
+    """A diagonal state-space layer (S4D): states and their read-out are complex. [B, C, L] to itself."""
+
+    def __init__(self, channels: int, states: int) -> None:
+        super().__init__()
+        decay, frequency = torch.full((channels, states), -0.5), torch.arange(states) * math.pi
+        self.log_step = nn.Parameter(torch.linspace(-3.0, -1.0, channels))
+        self.poles = nn.Parameter(torch.complex(decay, frequency.expand(channels, states)))
+        self.read_out = nn.Parameter(torch.randn(channels, states, dtype=torch.complex64))
+
+    def forward(self, u_BCL: Tensor) -> Tensor:
+        length, real = u_BCL.shape[-1], self.poles.dtype.to_real()
+        step_CS = self.poles * self.log_step.to(real).exp().unsqueeze(-1)
+        powers_CSL = torch.exp(step_CS.unsqueeze(-1) * torch.arange(length))
+        gain_CS = self.read_out * (step_CS.exp() - 1) / self.poles
+        kernel_CL = 2 * torch.einsum("cs,csl->cl", gain_CS, powers_CSL).real
+        u_F = torch.fft.rfft(u_BCL.to(real), n=2 * length)
+        y_BCL = torch.fft.irfft(u_F * torch.fft.rfft(kernel_CL, n=2 * length), n=2 * length)
+        return y_BCL[..., :length].to(u_BCL.dtype)
+
+
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator: a complex matrix for each low frequency. [B, C, L]."""
+
+    def __init__(self, channels: int, modes: int) -> None:
+        super().__init__()
+        self.modes = modes
+        weight = torch.randn(channels, channels, modes, dtype=torch.complex64)
+        self.weight = nn.Parameter(weight / channels)
+        self.skip = nn.Conv1d(channels, channels, 1)
+
+    def forward(self, x_BCL: Tensor) -> Tensor:
+        x_BCF = torch.fft.rfft(x_BCL.to(self.weight.dtype.to_real()))
+        low_BCM = torch.einsum("bim,iom->bom", x_BCF[..., : self.modes], self.weight)
+        y_BCL = torch.fft.irfft(low_BCM, n=x_BCL.shape[-1]).to(x_BCL.dtype)
+        return F.gelu(y_BCL + self.skip(x_BCL))
+
+
+@case()
+class Complex(nn.Module):
+    """Complex parameters beside real ones, as in S4D and in Fourier neural operators; one is frozen."""
+
+    def __init__(self, channels: int = 3) -> None:
+        super().__init__()
+        self.lift = nn.Conv1d(1, channels, 1)
+        self.blocks = nn.ModuleList(
+            [StateSpace(channels, 5), Spectral(channels, 7), StateSpace(channels, 1)]
+        )
+        self.blocks[2].poles.requires_grad_(False)
+        self.project = nn.Conv1d(channels, 1, 1)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        x_BCD = self.lift(x_BD.unsqueeze(1))
+        for block in self.blocks:
+            x_BCD = x_BCD + block(x_BCD)
+        y_B1D: Tensor = self.project(x_BCD)
+        return y_B1D.squeeze(1)

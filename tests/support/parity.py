@@ -140,12 +140,15 @@ def cast_batch(batch: Batch, dtype: torch.dtype, device: torch.device | None = N
 def cast_parameters(
     module: nn.Module, dtype: torch.dtype, *, keep_fp32: Sequence[str] = ()
 ) -> nn.Module:
-    """Cast parameters in place, but no buffers. Tied parameters stay tied.
+    """Cast parameters in place, but no buffers. Tied parameters stay tied. As in torch's ``half()``, a
+    16-bit ``dtype`` leaves complex parameters as they are.
 
     ``keep_fp32``: patterns of names that a 16-bit ``dtype`` leaves as they are.
     """
     for name, param in module.named_parameters():
-        if dtype.itemsize > 2 or not any(fnmatchcase(name, pattern) for pattern in keep_fp32):
+        if param.is_complex():
+            param.data = param.data.to(torch.complex128) if dtype == torch.float64 else param.data
+        elif dtype.itemsize > 2 or not any(fnmatchcase(name, pattern) for pattern in keep_fp32):
             param.data = param.data.to(dtype)
     return module
 
@@ -182,7 +185,7 @@ def reference_run(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     low = dtype.itemsize == 2
     updated = (
-        {name: nn.Parameter(p.detach().float().clone()) for name, p in trained.items()}
+        {name: nn.Parameter(_wide(p.detach()).clone()) for name, p in trained.items()}
         if low
         else trained
     )
@@ -262,7 +265,7 @@ def _low_precision_gradients(
             total += loss.item()
             for name, param in model.named_parameters():
                 if param.grad is not None:
-                    grad = param.grad.float()
+                    grad = _wide(param.grad)
                     own[name] = own[name] + grad if name in own else grad
                     param.grad = None
         for name, grad in own.items():
@@ -271,6 +274,10 @@ def _low_precision_gradients(
     for name, grad in sums.items():
         sums[name] = as_sent(name, grad) * (1.0 / (scale * world))
     return total / (world * len(micros)), sums
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_complex() else tensor.float()
 
 
 def precision_config(precision: Precision, scale: Scale | None = None) -> dict[str, Any]:
@@ -387,7 +394,8 @@ def assert_close_trajectory(actual: Trajectory, expected: Trajectory, *, rtol: f
             found.append((_relative(a, b), f"{what}[{step}]: {a} != {b}"))
     for name, a, b in _tensor_pairs(actual, expected):
         largest = max(b.abs().max().item(), torch.finfo(b.dtype).tiny) if b.numel() else 1.0
-        error = (a.double() - b.double()).abs().max().item() / largest if b.numel() else 0.0
+        wide = torch.complex128 if b.is_complex() else torch.float64
+        error = (a.to(wide) - b.to(wide)).abs().max().item() / largest if b.numel() else 0.0
         found.append((error, f"{name}: relative difference {error:.2e}"))
     wrong = sorted((e for e in found if not e[0] <= rtol), key=lambda e: -e[0])
     assert not wrong, "\n".join(

@@ -53,7 +53,7 @@ def test_every_key_is_in_its_table(first: str, model: type[BaseModel]):
 
 def test_dtypes_are_listed_with_their_bytes():
     line = next(line for line in DOC.splitlines() if line.startswith("BOOL"))
-    groups = re.findall(r"([A-Z0-9_ ]+): (\d)", line)
+    groups = re.findall(r"([A-Z0-9_ ]+): (\d+)", line)
     assert {name: int(n) for names, n in groups for name in names.split()} == m.ITEMSIZE
 
 

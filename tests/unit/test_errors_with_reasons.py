@@ -12,6 +12,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.optim.optimizers import Lion
 from zeroshard.zero.access import GatheredParameters
 
 
@@ -124,9 +125,11 @@ class Complex(nn.Module):
         self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
 
 
-def test_a_complex_parameter_is_refused_with_the_way_to_train_it():
-    with pytest.raises(UnsupportedError, match=r"'weight' of dtype torch.complex64 .*view_as_real"):
-        opened(Complex())
+def test_an_optimizer_without_complex_arithmetic_is_refused_with_the_way_to_train():
+    with pytest.raises(
+        UnsupportedError, match=r"Lion cannot update .* torch.complex64: .*view_as_real"
+    ):
+        opened(Complex(), optimizer=Lion)
 
 
 def test_torchs_muon_is_told_of_ours():

@@ -24,7 +24,13 @@ from zeroshard.checkpoint.blocks import BlockFile
 from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.manifest import FORMAT, MANIFEST, MAX_NUMEL, VERSION, Manifest, parse
 from zeroshard.checkpoint.reader import CheckpointReader, full, read_manifest
-from zeroshard.checkpoint.safetensors_file import DTYPES, TensorEntry, lay_out, read_entries
+from zeroshard.checkpoint.safetensors_file import (
+    DTYPES,
+    TensorEntry,
+    lay_out,
+    read_entries,
+    stored_as,
+)
 from zeroshard.errors import CheckpointError
 
 VALUES = {
@@ -325,6 +331,17 @@ def test_a_version_1_manifest_is_written_as_version_1(body, boxes_body):
         )
 
 
+def test_only_complex128_needs_version_3(body, boxes_body):
+    """Other complex numbers are in safetensors, and older releases know them."""
+    for some in (body, boxes_body):
+        older = parse(signed(some), where="m").version
+        for dtype, version in (("C64", older), ("C128", 3)):
+            wide = changed(some, "buffers/seen/dtype", dtype)
+            assert parse(signed(wide), where="m").version == version
+        with pytest.raises(CheckpointError, match="parts that only version 3 has"):
+            parse(signed(wide, version=older), where="m")
+
+
 def test_boxes_are_read_as_the_tensors_that_were_cut(saved_boxes):
     with CheckpointReader(saved_boxes) as source:
         for fqn, value in VALUES.items():
@@ -381,7 +398,7 @@ def test_what_is_no_manifest_is_refused(text):
         parse(text, where="somewhere")
 
 
-@pytest.mark.parametrize("version", [0, 3, 1.0, True, "1", None, [1], "x" * 10_000])
+@pytest.mark.parametrize("version", [0, 4, 1.0, True, "1", None, [1], "x" * 10_000])
 def test_other_versions_are_refused_with_what_to_do(body, version):
     with pytest.raises(CheckpointError, match="install that release") as error:
         parse(signed(body, version=version), where="m")
@@ -749,7 +766,7 @@ def test_a_header_that_does_not_tile_its_file_is_refused(tmp_path, content):
 
 def test_every_dtype_and_odd_shape_is_laid_out_and_found(tmp_path):
     entries = [
-        TensorEntry(f"{d}-{shape}", d, shape)
+        TensorEntry(f"{d}-{shape}", *stored_as(d, shape))
         for d in DTYPES
         for shape in [(), (0, 3), (5, 1), (64,)]
     ]

@@ -119,10 +119,20 @@ def plan_shards(
     >>> w = [Weight(n, torch.float32, (2,)) for n in "abc"]
     >>> [(s.file, len(s.weights)) for s in plan_shards(w, max_nbytes=16)]
     [('model-00001-of-00002.safetensors', 2), ('model-00002-of-00002.safetensors', 1)]
+
+    Raises:
+        CheckpointError: a safetensors file cannot hold a weight.
     """
+    stem, suffix = os.path.splitext(filename)
     runs: list[list[Weight]] = [[]]
     nbytes = 0
     for weight in weights:
+        if weight.dtype == torch.complex128 and suffix == ".safetensors":
+            raise CheckpointError(
+                f"{weight.name!r} is complex128, which the safetensors format does not have. Write a "
+                "file with torch.save instead: save_16bit_model(directory, 'pytorch_model.bin'), or "
+                "zero_to_fp32.py without --safe_serialization."
+            )
         if max_nbytes is not None and runs[-1] and nbytes + weight.nbytes > max_nbytes:
             runs.append([])
             nbytes = 0
@@ -130,7 +140,6 @@ def plan_shards(
         nbytes += weight.nbytes
     if len(runs) == 1:
         return [Shard(filename, tuple(runs[0]))]
-    stem, suffix = os.path.splitext(filename)
     return [
         Shard(f"{stem}-{i:05}-of-{len(runs):05}{suffix}", tuple(run))
         for i, run in enumerate(runs, start=1)

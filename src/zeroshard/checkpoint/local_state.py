@@ -293,12 +293,15 @@ def _scattered_digest(piece: ShardItem, box: Box) -> int:
     itemsize = piece.dtype.itemsize
     flat = piece.values.contiguous()
     bits_of = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    mask = -1 if itemsize == 8 else (1 << 8 * itemsize) - 1
+    width = min(itemsize, 8)  # complex128 has two words
+    mask = -1 if width == 8 else (1 << 8 * width) - 1
     total, begin = 0, piece.begin
     for part in flat.split(_DIGEST_WORDS):
         end = begin + part.numel()
         nbytes = positions(piece.shape, box, begin, end, part.device) * itemsize
-        bits = (part.view(bits_of[itemsize]).long() & mask) << (nbytes % 8 * 8)
+        if width < itemsize:
+            nbytes = torch.stack([nbytes, nbytes + width], dim=1).view(-1)
+        bits = (part.view(bits_of[width]).long() & mask) << (nbytes % 8 * 8)
         total += int((bits * ((nbytes // 8 + 1) * _ODD | 1)).sum())
         begin = end
     return total % 2**64

@@ -23,7 +23,7 @@ from zeroshard.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "zeroshard checkpoint"
-VERSION = 2
+VERSION = 3
 """The newest version that this release reads. A manifest gets the oldest version that can express it."""
 VALUE = "value"
 """The tensor that every stored parameter has: its master, or the parameter itself if it has none."""
@@ -36,12 +36,14 @@ _FILE = re.compile(r"(?:\.\./frozen-[0-9a-f]{16}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,
 ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+    "C128": 16,
 }  # fmt: skip
-"""Bytes of one element, by safetensors' names of dtypes."""
+"""Bytes of one element, by safetensors' names of dtypes. It has no C128: see ``stored_as``."""
 
 Dtype = Literal[
     "BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "U16", "F16", "BF16",
     "I32", "U32", "F32", "I64", "U64", "F64", "C64",
+    "C128",
 ]  # fmt: skip
 _LARGEST = {
     "F8_E4M3": 448.0, "F8_E5M2": 57344.0, "F16": 65504.0, "BF16": 3.3895313892515355e38,
@@ -178,9 +180,12 @@ class Manifest(_Part):
     @property
     def version(self) -> int:
         """The oldest version of the format that has everything that this manifest contains."""
-        needs_2 = self.mesh is not None or self.dp_ranks
-        has_boxes = (t.boxes for p in self.parameters.values() for t in p.tensors.values())
-        return 2 if needs_2 or any(has_boxes) else 1
+        tensors = [t for p in self.parameters.values() for t in p.tensors.values()]
+        dtypes = {tensor.dtype for tensor in tensors} | {b.dtype for b in self.buffers.values()}
+        dtypes |= {p.digest.dtype for p in self.parameters.values() if p.digest is not None}
+        if "C128" in dtypes:
+            return 3
+        return 2 if self.mesh is not None or self.dp_ranks or any(t.boxes for t in tensors) else 1
 
     @property
     def numel(self) -> int:
@@ -411,4 +416,4 @@ def _fits(kind: str, number: float | int | bool) -> bool:
         return True
     bits = 8 * ITEMSIZE.get(kind, 8)
     low, high = (0, 2**bits) if kind.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1))
-    return isinstance(number, int) and kind != "C64" and low <= number < high
+    return isinstance(number, int) and not kind.startswith("C") and low <= number < high

@@ -34,7 +34,7 @@ from zeroshard.checkpoint.manifest import (
     parse,
     tree_key,
 )
-from zeroshard.checkpoint.safetensors_file import DTYPES, TensorEntry, read_entries
+from zeroshard.checkpoint.safetensors_file import DTYPES, TensorEntry, read_entries, stored_as
 from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError
 
@@ -258,10 +258,11 @@ class CheckpointReader:
         return out
 
     def _entry(
-        self, file: int, key: str, dtype: str, shape: tuple[int, ...]
+        self, file: int, key: str, dtype: Dtype, shape: tuple[int, ...]
     ) -> tuple[BlockFile, TensorEntry]:
         block_file, entries = self._file(file)
         entry = entries.get(key)
+        dtype, shape = stored_as(dtype, shape)
         if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
             raise CheckpointError(
                 f"{block_file.path} does not contain {key!r} as {dtype} {list(shape)}, as the "

@@ -261,7 +261,8 @@ class Loader:
 
 
 def _is_finite(values: Tensor) -> bool:
-    return not values.is_floating_point() or bool(values.isfinite().all())
+    has_others = values.is_floating_point() or values.is_complex()
+    return not has_others or bool(values.isfinite().all())
 
 
 def _scatter(values: Tensor, places: Iterable[Tensor]) -> None:

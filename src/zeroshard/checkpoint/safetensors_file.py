@@ -27,8 +27,9 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "C128": torch.complex128,
 }  # fmt: skip
-"""torch's dtypes by their names in safetensors."""
+"""torch's dtypes by their names in manifests."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -43,6 +44,15 @@ def dtype_name(dtype: torch.dtype, *, where: str) -> Dtype:
             f"{where} has dtype {dtype}, which the safetensors format does not support."
         )
     return _NAMES[dtype]
+
+
+def stored_as(dtype: Dtype, shape: tuple[int, ...]) -> tuple[Dtype, tuple[int, ...]]:
+    """The dtype and shape of a tensor in a file: safetensors has no complex128, but pairs of F64.
+
+    >>> stored_as("C128", (3,))
+    ('F64', (3, 2))
+    """
+    return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +149,6 @@ def _entry(key: str, row: Mapping[str, object], begin: int) -> TensorEntry:
         raise ValueError(f"{name} has an invalid shape or offset")
     if prod(max(1, n) for n in shape) > 2**53:  # torch multiplies the others even if one is 0
         raise ValueError(f"{name} is too large")
-    if dtype not in ITEMSIZE or prod(shape) * ITEMSIZE[dtype] != high - low:
+    if dtype not in ITEMSIZE or dtype == "C128" or prod(shape) * ITEMSIZE[dtype] != high - low:
         raise ValueError(f"{name} of {dtype[:20]} {shape} does not have {high - low} bytes")
     return TensorEntry(key, cast("Dtype", dtype), tuple(shape), begin + low)

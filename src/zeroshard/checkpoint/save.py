@@ -73,7 +73,7 @@ from zeroshard.checkpoint.manifest import (
     parse,
     tree_key,
 )
-from zeroshard.checkpoint.safetensors_file import TensorEntry, dtype_name, lay_out
+from zeroshard.checkpoint.safetensors_file import TensorEntry, dtype_name, lay_out, stored_as
 from zeroshard.checkpoint.save_decisions import (
     SHARED_FILE,
     CheckpointMetadata,
@@ -359,11 +359,11 @@ def _lay_out_file(
 ) -> PlannedFile:
     rows = [row for unit in units for row in state.rows[unit]]
     wanted: list[tuple[str, Dtype, tuple[int, ...]]] = [
-        (fragment_key(fqn, tensor, begin, box and box.start), dtype, (numel,))
+        (fragment_key(fqn, tensor, begin, box and box.start), *stored_as(dtype, (numel,)))
         for fqn, tensor, dtype, begin, numel, box in rows
     ]
     wanted += [
-        (key, dtype_name(tensor.dtype, where=key), tuple(tensor.shape))
+        (key, *stored_as(dtype_name(tensor.dtype, where=key), tuple(tensor.shape)))
         for key, tensor in extras.items()
     ]
     head, entries = lay_out(starmap(TensorEntry, wanted))

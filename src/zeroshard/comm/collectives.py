@@ -313,6 +313,8 @@ class ProcessGroupComm(RecordedComm):
         if not tensor.numel():
             return DONE
         values = tensor.detach() if tensor.requires_grad else tensor
+        if values.is_complex():  # gloo knows no complex dtype
+            values = torch.view_as_real(values)
         return self._start(item, self.bound(item).broadcast, values, self.ranks[src])
 
     def bound(self, item: Item) -> BoundCollectives:

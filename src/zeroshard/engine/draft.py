@@ -344,8 +344,8 @@ def make_optimizer(
             "requires a gradient."
         )
     groups = params if isinstance(params[0], dict) else [{"params": _named(model, params)}]
-    masters = {policy.row_for("", p.dtype).master for p in model.parameters()}
-    moments = {policy.row_for("", p.dtype).moments for p in model.parameters()}
+    rows = [policy.row_for("", p.dtype) for p in model.parameters() if not p.is_complex()]
+    masters, moments = {row.master for row in rows}, {row.moments for row in rows}
     return build_optimizer(
         config.optimizer.type,
         config.optimizer.params,

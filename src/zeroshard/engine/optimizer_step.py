@@ -443,4 +443,4 @@ def read_flag(flag: Tensor) -> bool | None:
 def widest(units: Sequence[Unit]) -> torch.dtype:
     """fp64 if anything trains in fp64, else fp32."""
     masters = {unit.row.master for unit in units if unit.trainable}
-    return torch.float64 if torch.float64 in masters else torch.float32
+    return torch.float32 if masters.isdisjoint((torch.float64, torch.complex128)) else torch.float64

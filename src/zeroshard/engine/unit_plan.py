@@ -216,12 +216,6 @@ def _unit_specs(
     for fqn in wrapped.params:
         param = params[fqn]
         trainable = param.requires_grad and (updated is None or id(param) in updated)
-        if trainable and param.is_complex():
-            raise UnsupportedError(
-                f"parameter {fqn!r} of dtype {param.dtype} cannot be trained: shards, norms and files "
-                "are real. Keep it as its real view, nn.Parameter(torch.view_as_real(w)), and use "
-                "torch.view_as_complex in forward."
-            )
         if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
             raise UnsupportedError(f"parameter {fqn!r} of dtype {param.dtype} cannot be trained.")
         kinds[trainable, rows[fqn]].append(fqn)
@@ -424,16 +418,22 @@ def probed(optimizer: torch.optim.Optimizer, policy: Policy) -> dict[torch.dtype
 
     Raises :class:`UnsupportedError` for a class that cannot run here at all.
     """
-    dtypes = {p.dtype for g in optimizer.param_groups for p in g["params"] if p.is_floating_point()}
+    trained = {p.dtype for g in optimizer.param_groups for p in g["params"]}
+    dtypes = {dtype for dtype in trained if dtype.is_floating_point or dtype.is_complex}
     masters = {policy.row_for("", dtype).master for dtype in dtypes} or {torch.float32}
     if policy.keep_fp32:
         masters.add(torch.float32)
     found = {dtype: probe(optimizer, dtype=dtype) for dtype in sorted(masters, key=str)}
-    for tried in found.values():
-        if not tried.works or not (
-            tried.elementwise or getattr(optimizer, "takes_whole_parameters", False)
-        ):
+    takes_whole = getattr(optimizer, "takes_whole_parameters", False)
+    for dtype, tried in found.items():
+        if not tried.works or not (tried.elementwise or takes_whole):
             name = type(optimizer).__name__
+            if dtype.is_complex and not tried.works and probe(optimizer).works:
+                raise UnsupportedError(
+                    f"{name} cannot update parameters of dtype {dtype}: {tried.reason.rstrip('.')}. Use "
+                    "Adam, AdamW, SGD, Adagrad or RMSprop, or keep these parameters as their real views, "
+                    "nn.Parameter(torch.view_as_real(w)), with torch.view_as_complex in forward."
+                )
             ours = (
                 'ZeroShard\'s own: "optimizer": {"type": "Muon"} in the configuration, with '
                 "param.use_muon = True on the matrices and False on all others"

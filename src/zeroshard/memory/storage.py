@@ -126,3 +126,12 @@ def is_aliased(tensor: Tensor) -> bool:
 def is_shared(a: Tensor, b: Tensor) -> bool:
     """Whether both tensors have the same storage."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def real_view(flat: Tensor) -> Tensor:
+    """The same memory as real numbers: of a complex tensor ``[N]`` a real one ``[2 N]``.
+
+    For what treats real and imaginary parts alike, such as sums of ranks: backends may not know complex
+    dtypes, and a product with a complex scalar may change the sign of a zero.
+    """
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -92,7 +92,11 @@ class DiskStores(TierStores):
 
     def chunk_memory(self, numel: int, dtypes: Mapping[str, torch.dtype]) -> ChunkMemory | None:
         """See :class:`TierStores`. The tensors are on a page, each at a multiple of 4096 bytes."""
-        if not dtypes:  # an optimizer without state, on masters that are the parameters
+        if (
+            not dtypes
+        ):  # masters that are the parameters, and no state: of the optimizer, or of padding
+            if self._pager is not None:
+                self._pager.skip()
             return None
         assert self._pager is not None
         page = self._pager.page(page_nbytes(numel, dtypes.values()))

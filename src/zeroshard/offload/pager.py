@@ -147,6 +147,10 @@ class Pager:
         self._pages += 1
         return page
 
+    def skip(self) -> None:
+        """Leave out a page for which a slot was planned: the next page gets the slot planned for it."""
+        self._pages += 1
+
     def walk(
         self,
         pages: Sequence[Page],

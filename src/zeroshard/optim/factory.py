@@ -265,12 +265,17 @@ def probe(optimizer: Optimizer, *, dtype: torch.dtype = torch.float32) -> Probe:
     state: list[dict[str, torch.dtype | None]] = []
     reason = ""
     with unset_fake_temporarily(), _random_untouched(device):
-        matrix = torch.sin(torch.arange(12288, dtype=dtype, device=device)).view(128, 96)
+        places = torch.arange(12288, dtype=dtype.to_real(), device=device)
+        matrix = _of_parts(torch.sin(places), torch.cos(places), dtype).view(128, 96)
         for group in optimizer.param_groups:
+            if dtype.is_complex and all(p.dtype != dtype for p in group["params"]):
+                state.append({})  # its options may be those of real parameters, such as "fused"
+                continue
             try:
                 whole = _try(optimizer, group, [matrix])
             except Exception as error:
-                why = f"{name} fails on a small matrix: {type(error).__name__}: {error}"
+                kind = "complex matrix" if dtype.is_complex else "matrix"
+                why = f"{name} fails on a small {kind}: {type(error).__name__}: {error}"
                 return Probe(False, False, why, ())
             state.append(whole.state)
             reason = reason or _difference(optimizer, group, matrix, whole)
@@ -334,9 +339,11 @@ def _try(optimizer: Optimizer, group: Group, starts: Sequence[Tensor], at: int =
         twin.train()  # schedule-free optimizers do not step in their other mode
     before = _numbers(twin.param_groups[0], vars(twin))
     numel = sum(start.numel() for start in starts)
-    place = torch.arange(at, at + numel, dtype=starts[0].dtype, device=starts[0].device)
+    dtype = starts[0].dtype
+    place = torch.arange(at, at + numel, dtype=dtype.to_real(), device=starts[0].device)
     for step in range(_STEPS if steps_chunk_by_chunk(optimizer) else _STEPS_OF_UNKNOWN):
-        gradient = torch.cos(place * (0.7 + 0.2 * step))
+        phase = place * (0.7 + 0.2 * step)
+        gradient = _of_parts(torch.cos(phase), torch.sin(phase), dtype)
         for param, grad in zip(params, gradient.split([p.numel() for p in params]), strict=True):
             param.grad = grad.view_as(param)
         with without_hooks(twin):
@@ -350,6 +357,10 @@ def _try(optimizer: Optimizer, group: Group, starts: Sequence[Tensor], at: int =
     values = torch.cat([p.detach().flatten() for p in params])
     numbers = _numbers(twin.param_groups[0], vars(twin), state) - before
     return _Trial(values, numbers, kept, _uncuttable(state, params[0].numel()))
+
+
+def _of_parts(real: Tensor, imag: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.complex(real, imag) if dtype.is_complex else real
 
 
 def _numbers(*owners: Mapping[str, Any]) -> set[tuple[str, str]]:

@@ -9,12 +9,14 @@ on one thread.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from zeroshard.memory import host_access
 from zeroshard.optim.fused_update import PIECE_NUMEL, threads_for
@@ -72,11 +74,33 @@ def norms_of(
     return library.measure(grad_R, cuts, threads=threads).unbind()
 
 
+def in_order_of_clipping(
+    norms: Iterable[tuple[int, Tensor]], dtype_of: Mapping[int, torch.dtype]
+) -> list[tuple[int, Tensor]]:
+    """Pairs of position and norm, in the order in which ``clip_grad_norm_`` adds them up.
+
+    It takes gradients of one dtype after those of another, by a hash table whose order is only known by
+    asking. ``dtype_of``: by position.
+    """
+    found = sorted(norms, key=itemgetter(0))
+    dtypes = list(dict.fromkeys(dtype_of[position] for position, _ in found))
+    if len(dtypes) > 1:
+        likes = [torch.empty(0, dtype=dtype, device=found[0][1].device) for dtype in dtypes]
+        groups = _group_tensors_by_device_and_dtype([likes])  # type: ignore[list-item]
+        order = {dtype: at for at, (_, dtype) in enumerate(groups)}
+        found.sort(key=lambda pair: order[dtype_of[pair[0]]])
+    return found
+
+
 def norm_of(flat: Tensor, piece_numel: int = PIECE_NUMEL) -> Tensor:
     """2-norm of a flat tensor as a 0-dim tensor, in fp32 (fp64 for fp64).
 
-    16-bit values are upcast ``piece_numel`` at a time, and the norm is that of the pieces' norms.
+    16-bit values are upcast ``piece_numel`` at a time, and the norm is that of the pieces' norms. Of
+    complex values it is the root of the sum of their squared absolute values.
     """
+    if flat.is_complex():
+        size: Tensor = torch.linalg.vector_norm(flat)
+        return size
     if flat.device.type != "cpu" and flat.dtype != torch.float64:
         measured: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)  # one kernel
         return measured

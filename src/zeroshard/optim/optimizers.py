@@ -105,7 +105,7 @@ class _EachByItself(Optimizer):
             state["exp_avg"] = torch.zeros_like(p, dtype=kept)
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=kept)
         state["step"] += 1
-        return state, torch.float64 if p.dtype == torch.float64 else torch.float32
+        return state, torch.float64 if p.dtype.to_real() == torch.float64 else torch.float32
 
 
 class FlexibleAdam(_EachByItself):
@@ -140,7 +140,8 @@ class FlexibleAdam(_EachByItself):
         super().__init__(params, defaults)
 
     def _update(self, p: Tensor, grad: Tensor, group: Group) -> None:
-        kept = getattr(torch, group["state_dtype"]) if group["state_dtype"] else p.dtype
+        has_own = group["state_dtype"] and not p.is_complex()
+        kept = getattr(torch, group["state_dtype"]) if has_own else p.dtype
         state, work = self._count_step(p, kept)
         lr, eps, decay = group["lr"], group["eps"], group["weight_decay"]
         beta1, beta2 = group["betas"]
@@ -150,7 +151,7 @@ class FlexibleAdam(_EachByItself):
             scale1, scale2 = _bias_correction(beta1, step), _bias_correction(beta2, step).sqrt()
         step_size = -lr / scale1
 
-        for stored in _chunks(p, grad, state["exp_avg"], state["exp_avg_sq"]):
+        for stored in _chunks(*map(_real, (p, grad, state["exp_avg"], state["exp_avg_sq"]))):
             w, g, m, v = (tensor.to(work) for tensor in stored)
             if group["decoupled"]:
                 w.mul_(1 - lr * decay)
@@ -204,9 +205,11 @@ class Lamb(_EachByItself):
     def _update(self, p: Tensor, grad: Tensor, group: Group) -> None:
         state, work = self._count_step(p, p.dtype)
         beta1, beta2 = group["betas"]
+        stored = p, grad, state["exp_avg"], state["exp_avg_sq"]
+        p, grad, exp_avg, exp_avg_sq = map(_real, stored)
         w, g = p.to(work), grad.to(work)
-        m = state["exp_avg"].to(work).lerp_(g, 1 - beta1)
-        v = state["exp_avg_sq"].to(work).mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        m = exp_avg.to(work).lerp_(g, 1 - beta1)
+        v = exp_avg_sq.to(work).mul_(beta2).addcmul_(g, g, value=1 - beta2)
         eps, inside = group["eps"], group["eps_inside_sqrt"]
         update = m / (v.add(eps).sqrt_() if inside else v.sqrt().add_(eps))
         update.add_(w, alpha=group["weight_decay"])
@@ -218,8 +221,8 @@ class Lamb(_EachByItself):
             step = state["step"].to(work)
             step_size *= _bias_correction(beta2, step).sqrt() / _bias_correction(beta1, step)
         p.copy_(w - update.mul_(step_size))
-        state["exp_avg"].copy_(m)
-        state["exp_avg_sq"].copy_(v)
+        exp_avg.copy_(m)
+        exp_avg_sq.copy_(v)
 
 
 class Muon(Optimizer):
@@ -227,7 +230,7 @@ class Muon(Optimizer):
 
     Two of torch's optimizers share one list of groups and one state. A group with ``use_muon`` true is
     updated by ``torch.optim.Muon``, others by AdamW. A group without this key is split into two. Matrices
-    are 2-D parameters whose names are not those of an embedding or output layer. Matrices must be whole.
+    are real 2-D parameters whose names are not those of an embedding or output layer. They must be whole.
     ``muon_lr`` and ``adam_lr`` replace ``lr`` for one kind.
 
     Raises:
@@ -260,7 +263,14 @@ class Muon(Optimizer):
         super().__init__(groups, {})
 
     def add_param_group(self, param_group: Group) -> None:
-        part = self._parts[param_group.setdefault("use_muon", False)]
+        use_muon = param_group.setdefault("use_muon", False)
+        members = named(param_group["params"])
+        if use_muon and any(tensor.is_complex() for _, tensor in members):
+            raise UsageError(
+                "a complex parameter has use_muon = True, but Muon orthogonalizes real matrices. Set "
+                "use_muon = False on it: AdamW then updates it"
+            )
+        part = self._parts[use_muon]
         super().add_param_group({**part.defaults, **param_group})
 
     @torch.no_grad()
@@ -307,7 +317,7 @@ def _muon_groups(params: Any) -> Iterator[Group]:
 
 
 def _is_matrix(name: str | None, tensor: Tensor) -> bool:
-    if tensor.ndim != 2:
+    if tensor.ndim != 2 or tensor.is_complex():
         return False
     if name is None:
         raise UsageError(
@@ -328,6 +338,11 @@ def _evaluate(closure: Any) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, each with moments of its own, as in torch's Adam."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _bias_correction(beta: float, step: Tensor) -> Tensor:

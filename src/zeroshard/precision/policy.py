@@ -55,7 +55,8 @@ class Policy:
     def row_for(self, fqn: str, dtype: torch.dtype, owner: nn.Module | None = None) -> DtypeRow:
         """The dtypes of parameter ``fqn`` of module ``owner``, which has ``dtype`` in the model.
 
-        Integer parameters (quantized, frozen weights) keep their dtype. A parameter matched by
+        Integer parameters (quantized, frozen weights) and complex ones keep their dtype, as in
+        ``module.bfloat16()`` and ``module.half()``. A parameter matched by
         ``keep_fp32`` is float32 throughout in a 16-bit mode, and keeps its own dtype in plain mode.
         """
         if not dtype.is_floating_point:

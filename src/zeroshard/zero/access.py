@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import num_holders
 from zeroshard.comm.dtensors import local_part, whole_of
 from zeroshard.errors import DistributedError, ShardedAccess, UnsupportedError, UsageError
-from zeroshard.memory.storage import WEIGHTS_NBYTES, weights_for
+from zeroshard.memory.storage import WEIGHTS_NBYTES, real_view, weights_for
 from zeroshard.zero import sharded_parameter
 from zeroshard.zero.clip import pack_flags, unpack_any
 from zeroshard.zero.gradients import GradBuffer
@@ -362,7 +362,7 @@ def _state_shard(
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set a parameter and its master to ``value`` (``[*shape]``, the same on every rank)."""
     unit, optim_state = _trained(param, "safe_set_full_fp32_param")
-    _check_shape(param.shape, value, "safe_set_full_fp32_param")
+    _check_shape(param, param.shape, value, "safe_set_full_fp32_param")
     optim_state.all_gather_late()
     optim_state.shard.sync_edits()  # earlier edits of other parameters must not be lost
     _write(unit, optim_state, param, _flat_part(unit, param, value))
@@ -376,7 +376,7 @@ def _flat_part(unit: Unit, param: nn.Parameter, value: Tensor) -> Tensor:
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace the averaged gradient before ``step``; ``value`` has the parameter's shape."""
     unit, optim_state = _trained(param, "safe_set_full_grad")
-    _check_shape(param.shape, value, "safe_set_full_grad")
+    _check_shape(param, param.shape, value, "safe_set_full_grad")
     values = _flat_part(unit, param, value)
     _set_grad(unit, optim_state, unit.index(param), 0, values, "safe_set_full_grad")
 
@@ -395,7 +395,9 @@ def _set_grad(
             f"{what}: there is no reduced gradient. Call it after the backward that completes a step "
             "and before step()."
         )
-    raw = values.to(_at_least_fp32(buffer.reduced_S.dtype)) / optim_state.grad_factor()
+    dtype = _at_least_fp32(buffer.reduced_S.dtype)
+    raw = values.resolve_conj().to(dtype, copy=True)
+    real_view(raw).div_(optim_state.grad_factor())
     if buffer.reduced_S.dtype != raw.dtype:  # a 16-bit sum would round the values
         buffer.reduced_S = buffer.reduced_S.to(raw.dtype)
         buffer.reduced_N = None
@@ -414,7 +416,7 @@ def _set_grad(
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Overwrite optimizer state after the first step; ``value`` has the parameter's shape."""
     unit, optim_state = _trained(param, "safe_set_full_optimizer_state")
-    _check_shape(param.shape, value, "safe_set_full_optimizer_state")
+    _check_shape(param, param.shape, value, "safe_set_full_optimizer_state")
     missing = _lacks_state(optim_state, param, optim_state_key)
     vote = torch.tensor([float(missing)], dtype=torch.float64).to(unit.full_N.device)
     if bool(unit.comm.all_gather_small(vote, name=unit.name).any()):
@@ -572,7 +574,7 @@ def _check_piece(optim_state: UnitOptimState, param: nn.Parameter, value: Tensor
     numel = sum(f.numel for f in optim_state.shard.fragments if f.param is param)
     if numel:
         flat = value.view(-1) if isinstance(value, Tensor) else value
-        _check_shape((numel,), flat, what)
+        _check_shape(param, (numel,), flat, what)
     return numel
 
 
@@ -598,14 +600,19 @@ def _no_state(optim_state: UnitOptimState, key: str) -> UsageError:
     )
 
 
-def _check_shape(expected: Iterable[int], value: Tensor, what: str) -> None:
+def _check_shape(param: Tensor, expected: Iterable[int], value: Tensor, what: str) -> None:
     if not isinstance(value, Tensor):
         raise UsageError(f"{what}: the value is a {type(value).__name__}, expected a tensor.")
     if tuple(value.shape) != tuple(expected):
         raise UsageError(
             f"{what}: the value has shape {tuple(value.shape)}, expected {tuple(expected)}."
         )
+    if value.is_complex() and not param.is_complex():
+        raise UsageError(
+            f"{what}: the value is {value.dtype} and the parameter is real, so the imaginary part would "
+            "be lost. Pass a real tensor, such as value.real."
+        )
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    return dtype if dtype.itemsize >= 4 else torch.float32

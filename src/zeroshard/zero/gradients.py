@@ -212,6 +212,8 @@ class GradBuffer:
             and grad.dtype == dtype
             and grad.is_contiguous()
             and not grad.requires_grad  # else it has a graph, and the program uses it too
+            and not grad.is_conj()  # else the memory has other values than the gradient
+            and not grad.is_neg()
             and grad.untyped_storage().nbytes() == grad.nbytes
             and not storage.is_aliased(grad)  # ``a + b.view(...)`` gives both inputs one memory
         )

@@ -45,6 +45,7 @@ from zeroshard.core.tiers import TIERS, Span, Tier
 from zeroshard.errors import UsageError
 from zeroshard.offload.async_update import AsyncUpdateWorker, PendingUpdates
 from zeroshard.offload.host_chunk import HostStaging
+from zeroshard.optim.fragment_norms import in_order_of_clipping
 from zeroshard.optim.fused_update import UpdateKernel
 from zeroshard.optim.kernels import deciding_options, kernel_of, steps_chunk_by_chunk
 from zeroshard.optim.step_hooks import has_hooks, hook_counts
@@ -146,6 +147,11 @@ class ShardedOptimizer:
                 host=host,
             )
             self.shards.append(shard)
+        self._dtype_of = {
+            position: shard.unit.row.master
+            for shard in self.shards
+            for position in shard.unit.positions
+        }
         trained = {id(param) for shard in self.shards for param in shard.unit.params}
         self._frozen = [
             param
@@ -219,7 +225,7 @@ class ShardedOptimizer:
         See :meth:`OptimizerShard.norms`.
         """
         found = [norm for shard in self.shards for norm in shard.norms()]
-        return sorted(found, key=lambda item: item[0])
+        return in_order_of_clipping(found, self._dtype_of)
 
     def update(
         self,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import UsageError
+from zeroshard.memory.storage import real_view
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.held_grads import DROP, HeldGrad, HeldGrads
 
@@ -150,7 +151,7 @@ class GradReducer:
         buffer.prefetch()  # a stored sum is read back during the reduction, which adds to it
         grads_N = buffer.detach_local()
         if self.predivide != 1.0:
-            grads_N.div_(self.predivide)
+            real_view(grads_N).div_(self.predivide)
         if grads_N.dtype != unit.row.reduce:
             with buffer.ledger.lend("cast", layout.full_numel * unit.row.reduce.itemsize):
                 grads_N = grads_N.to(unit.row.reduce)
@@ -168,6 +169,7 @@ class GradReducer:
     ) -> list[Handle]:
         comm, name = buffer.comm, buffer.unit.name
         size, shard_numel = comm.size, target_S.numel()
+        target_S, grads_N = real_view(target_S), real_view(grads_N)
         columns = max(64, -(-self.bucket_numel // size // 64) * 64)
         if columns >= shard_numel:
             return [comm.reduce_scatter(target_S, grads_N, name=name)]
@@ -343,7 +345,8 @@ class GradReducer:
         for slot, view, filled in zip(layout.slots, buffer.views, buffer.filled, strict=False):
             if filled:
                 grads_N[slot.start : slot.stop].view(slot.shape).copy_(view)
-        grads_N = grads_N.div_(self.predivide).to(row.reduce)
+        real_view(grads_N).div_(self.predivide)
+        grads_N = grads_N.to(row.reduce)
         sum_S = torch.empty(layout.shard_numel, dtype=row.reduce, device=grads_N.device)
         for handle in self._reduce_scatter(buffer, sum_S, grads_N):
             handle.wait()

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.core.ledger import Ledger
+from zeroshard.memory.storage import real_view
 from zeroshard.offload.async_update import AsyncUpdateWorker, Wait
 from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer
 from zeroshard.offload.stores import has_copy_streams
@@ -116,7 +117,8 @@ class OwnStep:
         if grad_C.dtype != dtype:
             during.enter_context(self._ledger.lend("update", chunk.master_C.nbytes))
             grad_C = grad_C.to(dtype)
-        grad_C.mul_(factor.to(dtype))
+        values = real_view(grad_C)
+        values.mul_(factor.to(values.dtype))
         during.enter_context(opened(chunk.fragments))
         for fragment in chunk.fragments:
             if fragment.index not in skipped:
