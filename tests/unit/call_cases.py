@@ -323,7 +323,8 @@ def loss_without_graph():
 
 @wrong(
     "loss.backward() in fp16 without loss scaling: small gradients would become 0. Use "
-    "engine.backward(loss), or engine.scale(loss).backward()."
+    "engine.backward(loss), or engine.scale(loss).backward(). A loss of several engines needs "
+    "backward() of one of them."
 )
 def unscaled_fp16():
     with engine(fp16={"enabled": True, "auto_cast": True}) as e:
@@ -352,8 +353,9 @@ def shared_loss_divided_differently():
 
 
 @wrong(
-    "one loss was computed with two engines, and one of them scales it (fp16): their loss scales "
-    "would differ. Train both in bf16 or fp32, or give each engine its own loss."
+    "one loss was computed with two engines, and only one of them scales it (fp16). What overflows "
+    "there would be an error of the other one, or be lost. Train both in fp16, or give each engine "
+    "its own loss."
 )
 def shared_loss_in_fp16():
     with engine(fp16={"enabled": True, "auto_cast": True}) as a, engine() as b:

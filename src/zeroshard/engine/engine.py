@@ -17,7 +17,7 @@ from zeroshard.comm.dtensors import whole_of
 from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
-from zeroshard.engine import export, failed_call, out_of_memory
+from zeroshard.engine import export, failed_call, out_of_memory, shared_loss
 from zeroshard.engine.arguments import backward_error
 from zeroshard.engine.build import build_engine
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
@@ -47,6 +47,7 @@ from zeroshard.engine.report import (
     vector_of,
 )
 from zeroshard.engine.restarts import Resumed
+from zeroshard.engine.shared_loss import LossSharing
 from zeroshard.engine.training_state import Counters, TrainingState
 from zeroshard.errors import UnsupportedError, UsageError, in_short
 from zeroshard.precision.casting import cast_floats
@@ -144,6 +145,7 @@ class Engine(nn.Module):
         self.life = parts.runtime.life
         self.scaler = parts.scaler
         self.scales_loss = parts.scales_loss
+        self._sharing = LossSharing(parts.scaler.scale)
         self.lr_scheduler = parts.scheduler
         self.optimizer = parts.runtime.optimizer.inner if parts.runtime.optimizer else None
         self.world_size = parts.rank_info.world_size
@@ -227,7 +229,7 @@ class Engine(nn.Module):
             if scale_wrt_gas and self.accumulation.steps > 1:
                 loss = loss / self.accumulation.steps
             self._losses.append(loss.detach())
-            scaled = loss * self.scaler.scale if self.scales_loss else loss
+            scaled = loss * self._sharing.begin() if self.scales_loss else loss
             if self._weight != 1.0:
                 scaled = scaled * self._weight
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -268,15 +270,20 @@ class Engine(nn.Module):
         if not self.life.is_open:
             self.life.check("loss.backward()", "lp_params", "lp_grads")
         running = self._in_backward
+        self.accumulation.rescale = None
         if not running and not landed:
             return False
-        if running and self not in running:
-            self._check_shared_loss(running[-1])
-        elif not running:
+        if running:
+            caller = self if self in running else running[-1]
+            shared_loss.check(self, caller)
+            if self.scales_loss:
+                self.accumulation.rescale = self._sharing.rescale(caller._sharing)
+        else:
             if self.scales_loss and not self._scaled_by_caller:
                 raise UsageError(
                     "loss.backward() in fp16 without loss scaling: small gradients would become "
-                    "0. Use engine.backward(loss), or engine.scale(loss).backward()."
+                    "0. Use engine.backward(loss), or engine.scale(loss).backward(). A loss of "
+                    "several engines needs backward() of one of them."
                 )
             if self._weight != 1.0:
                 raise UsageError(
@@ -285,22 +292,6 @@ class Engine(nn.Module):
                 )
         self.accumulation.note_backward(divided=bool(running))
         return True
-
-    def _check_shared_loss(self, other: Engine) -> None:
-        """Refuse a loss of two engines if they divide it differently, or if one of them scales it."""
-        mine, theirs = self.accumulation.steps, other.accumulation.steps
-        if mine != theirs:
-            raise UsageError(
-                "one loss was computed with two engines, with "
-                f"gradient_accumulation_steps={theirs} and {mine}. backward() of one engine "
-                "divides the loss wrongly for the other. Use the same number."
-            )
-        if self.scales_loss or other.scales_loss:
-            raise UsageError(
-                "one loss was computed with two engines, and one of them scales it (fp16): their "
-                "loss scales would differ. Train both in bf16 or fp32, or give each engine its "
-                "own loss."
-            )
 
     # ------------------------------------------------------------------ the step
 
@@ -962,6 +953,7 @@ class Engine(nn.Module):
         if self.life.state is EngineState.CLOSED:
             return
         self.life.close()
+        self._sharing.close()
         # The last entry runs first. All of them run, also after an error.
         with contextlib.ExitStack() as rest:
             rest.callback(self._watch.close)

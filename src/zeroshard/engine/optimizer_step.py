@@ -55,6 +55,7 @@ class Accumulation:
         self.uncounted = False  # a backward inside no_sync that no step() has counted yet
         self.divided: set[bool] = set()  # this step's backwards: was the loss divided before?
         self.backwards = 0  # in the current micro-batch
+        self.rescale: Tensor | None = None  # of the running backward's gradients: see BackwardKind
         self._has_warned = False
 
     def at_boundary(self) -> bool:
@@ -66,7 +67,7 @@ class Accumulation:
     def kind_of_backward(self) -> BackwardKind:
         """The next backward's kind. It completes the step only if none can follow in the same step."""
         completes = self.managed and not self.deferred and self.at_boundary()
-        return BackwardKind(completes, self.expects_more())
+        return BackwardKind(completes, self.expects_more(), rescale=self.rescale)
 
     def expects_more(self) -> bool:
         """Whether gradients of several backwards are summed before a step."""

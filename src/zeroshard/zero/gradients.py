@@ -119,6 +119,7 @@ class GradBuffer:
         self.has_grad = [False] * len(unit.params)  # by slot: any gradient since the last step?
         self.num_ready = 0  # gradients that arrived in the running backward
         self._local_dtype = unit.row.reduce
+        self.rescale: Tensor | None = None  # 0-dim: what gradients of the running backward lack
         self.complete = False  # the running backward gives no more gradients
         self._reduced_S: Tensor | None = None
         self.reduced_N: Tensor | None = None
@@ -211,9 +212,9 @@ class GradBuffer:
             and grad.numel() == self.unit.layout.full_numel
             and grad.dtype == dtype
             and grad.is_contiguous()
-            and not grad.requires_grad  # else it has a graph, and the program uses it too
             and not grad.is_conj()  # else the memory has other values than the gradient
             and not grad.is_neg()
+            and not grad.requires_grad  # else it has a graph, and the program uses it too
             and grad.untyped_storage().nbytes() == grad.nbytes
             and not storage.is_aliased(grad)  # ``a + b.view(...)`` gives both inputs one memory
         )
@@ -267,7 +268,8 @@ class GradBuffer:
     def _adds_in_place(self) -> bool:
         """Whether autograd, adding to ``param.grad``, computes what this buffer would compute."""
         row = self.unit.row
-        return self.unit.resident and not self._has_dtensors and row.param == row.grad_accum
+        is_plain = not self._has_dtensors and self.rescale is None
+        return self.unit.resident and is_plain and row.param == row.grad_accum
 
     def lend_all(self) -> bool:
         """Lend all slots, for a backward without hooks. False: that is not possible.
@@ -329,6 +331,8 @@ class GradBuffer:
                 f"parameter {self.unit.layout.slots[index].fqn!r} has a sparse gradient; ZeRO "
                 "reduces dense flat gradients. Use sparse=False in the embedding."
             )
+        if self.rescale is not None:
+            grad = _product(grad, self.rescale)
         if self.filled[index]:
             self.copy_waiting()
             self._promote()
@@ -525,6 +529,12 @@ class GradBuffer:
             if nbytes != before[kind]:
                 tier = self.tier if kind == 0 else Tier.DEVICE
                 self.ledger.hold(_CATEGORIES[kind], self.unit.name, nbytes, tier)
+
+
+def _product(grad: Tensor, factor: Tensor) -> Tensor:
+    """Their product, rounded once: the factor may be out of the range of fp16."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return (grad.to(wide) * factor).to(grad.dtype)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -50,6 +50,7 @@ class BackwardKind(NamedTuple):
     completes: bool  # it is the last one of its pipeline stage, so its gradients are reduced
     accumulates: bool  # the step sums the gradients of several backwards
     pipeline_stage: int = 0  # that it runs through
+    rescale: Tensor | None = None  # 0-dim; its gradients are multiplied by it when they arrive
 
 
 @dataclass(eq=False)
@@ -105,13 +106,13 @@ class GradReducer:
     def begin_backward(self, kind: BackwardKind) -> None:
         """To be called once per backward, before its first gradient."""
         self.reducing = self.eager or kind.completes
-        self._completes, self._accumulates, stage = kind
+        self._completes, self._accumulates, stage, rescale = kind
         self._next, self._running = 0, self._orders.get(stage, [])
         for sums in self.copy_sums:
             sums.reopen()
         sums_locally = self._accumulates and not self.eager
         for buffer in self._running:
-            row = buffer.unit.row
+            row, buffer.rescale = buffer.unit.row, rescale
             buffer.begin_backward(row.grad_accum if sums_locally else row.reduce)
         for buffer in self._orders.get(None, ()):
             buffer.begin_backward(buffer.unit.row.grad_accum)
@@ -168,8 +169,8 @@ class GradReducer:
         self, buffer: GradBuffer, target_S: Tensor, grads_N: Tensor
     ) -> list[Handle]:
         comm, name = buffer.comm, buffer.unit.name
-        size, shard_numel = comm.size, target_S.numel()
         target_S, grads_N = real_view(target_S), real_view(grads_N)
+        size, shard_numel = comm.size, target_S.numel()
         columns = max(64, -(-self.bucket_numel // size // 64) * 64)
         if columns >= shard_numel:
             return [comm.reduce_scatter(target_S, grads_N, name=name)]
