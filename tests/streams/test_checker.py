@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from queue import SimpleQueue
 
 import pytest
@@ -40,6 +41,22 @@ def kernel_after_an_event(right):
         y = x * 2
     side.synchronize()
     del y
+
+
+def kernel_after_an_event_of_the_other_family(right):
+    x, event = torch.ones(8, device="cuda"), torch.cuda.Event()
+    side = torch.cuda.Stream() if right else torch.Stream("cuda")
+    event.record()
+    side.wait_event(event)  # a torch.Stream waits for an event that nobody recorded
+    with side:
+        y = x * 2
+    side.synchronize()
+    del y
+
+
+def event_recorded_on_a_stream_of_the_other_family(right):
+    event = torch.cuda.Event()
+    event.record(torch.cuda.Stream() if right else torch.Stream("cuda"))
 
 
 def copy_to_the_host(right):
@@ -231,6 +248,8 @@ PROGRAMS = {
     block_freed_under_a_collective: "race",
     pageable_memory: "unpinned",
     arena_closed_under_a_copy: "unpin",
+    kernel_after_an_event_of_the_other_family: "family",
+    event_recorded_on_a_stream_of_the_other_family: "family",
     host_code_on_device_memory: "device",
     tensors_of_two_devices: "device",
     host_tensor_in_a_kernel: "device",
@@ -238,8 +257,11 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("right", [True, False])
-@pytest.mark.parametrize("program", list(PROGRAMS), ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    ("program", "right"),
+    [*product(PROGRAMS, (True, False))],
+    ids=lambda v: getattr(v, "__name__", v),
+)
 @on_ranks(1, group=False)
 def test_a_program_and_its_mistake(program, right):
     ranks = 4 if program is block_freed_under_a_collective else 1
@@ -274,6 +296,42 @@ def test_queries_say_done_always_or_never(query, answers):
         kinds = [finding.kind for finding in watch.findings]
     assert found == answers
     assert kinds == ([] if query else ["race"])  # a yes is a proof that the copy has ended
+
+
+@on_ranks(1, group=False)
+def test_the_generic_family_does_not_record_events_of_cuda():
+    with (
+        pretend_cuda(),
+        pytest.raises(RuntimeError, match="does not match recording stream's cuda:0"),
+    ):
+        torch.Stream("cuda").record_event(torch.cuda.Event())
+
+
+@on_ranks(1, group=False)
+def test_streams_of_the_two_families_are_never_equal():
+    with pretend_cuda():
+        assert torch.accelerator.current_stream() == torch.accelerator.current_stream()
+        assert torch.cuda.current_stream() == torch.cuda.current_stream()
+        assert torch.accelerator.current_stream() != torch.cuda.current_stream()
+
+
+@on_ranks(1, group=False)
+def test_a_thread_sleeps_only_on_a_blocking_event_of_cuda():
+    waits = {}
+    events = {"sleeps": lambda: torch.cuda.Event(blocking=True), "cuda": lambda: torch.cuda.Event(),
+              "generic": lambda: torch.Event("cuda", blocking=True)}  # fmt: skip
+    for name, make in events.items():
+        with pretend_cuda() as watch, watch.phase("wait"):
+            torch.ones(8, device="cuda")
+            event = make()
+            event.record()
+            event.synchronize()
+        waits[name] = dict(watch.waits("wait"))
+    assert waits == {
+        "sleeps": {"event": 1},
+        "cuda": {"polled event": 1},
+        "generic": {"polled event": 1},
+    }
 
 
 @on_ranks(1, group=False)

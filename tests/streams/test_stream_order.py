@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
-from scenarios import ALL, DIMENSIONS, PROGRAMS, Scenario, run_scenario
+from scenarios import ALL, DIMENSIONS, OFFLOADS, PROGRAMS, Scenario, run_scenario
 from support.covering import covering
 
+from zeroshard.device.accelerator import AcceleratorOps
+from zeroshard.device.cuda import CudaOps
 from zeroshard.testing import on_ranks
 
 SCENARIOS = [Scenario(*row) for row in covering(ALL)]
@@ -27,6 +31,24 @@ def test_nothing_comes_too_early(scenario: Scenario):
     found = {finding.kind for finding in outcome.findings}
     assert found == {kind for kind, _, has in KNOWN if has(scenario)}, str(outcome)
     assert outcome.is_equal in (True, None), "values differ from those of the CPU"
+
+
+@contextmanager
+def generic_streams() -> Iterator[None]:
+    """Streams of torch's generic family beside events of ``torch.cuda``."""
+    with (
+        mock.patch.object(CudaOps, "current_stream", AcceleratorOps.current_stream),
+        mock.patch.object(CudaOps, "new_stream", AcceleratorOps.new_stream),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("offload", [offload for offload in OFFLOADS if offload != "none"])
+@on_ranks(1, group=False)
+def test_two_families_of_streams_are_found_with_every_offload(offload: str):
+    stage = 3 if offload in ("parameters", "all disk") else 2
+    outcome = run_scenario(Scenario(stage, offload, "plain"), without=generic_streams())
+    assert "family" in {finding.kind for finding in outcome.findings}
 
 
 def test_the_scenarios_have_every_program_with_every_offload_and_every_stage():

@@ -42,15 +42,19 @@ class AcceleratorOps(DeviceOps):
 
     def event(self) -> Event:
         """See :class:`DeviceOps`."""
-        return torch.Event(self.device)
+        return self._new_event()
 
     def host_event(self) -> Event:
         """See :class:`DeviceOps`. Whether the thread sleeps is up to the backend."""
-        return torch.Event(self.device, blocking=True)
+        return self._new_event(blocking=True)
 
     def mark(self) -> Mark:
         """See :class:`DeviceOps`."""
-        return DeviceMark(self.device)
+        return DeviceMark(self._new_event(enable_timing=True))
+
+    def _new_event(self, **options: bool) -> Event:
+        """An event of the family of :meth:`new_stream`; see [Note: one family] in ``cuda.py``."""
+        return torch.Event(self.device, **({"enable_timing": False} | options))
 
     def record_use(self, tensor: Tensor) -> None:
         """See :class:`DeviceOps`."""

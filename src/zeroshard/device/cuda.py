@@ -1,4 +1,11 @@
-"""What only CUDA has: events that the host sleeps on, registered host memory, capability, capture."""
+"""What only CUDA has: events that the host sleeps on, registered host memory, capability, capture.
+
+[Note: one family] Torch has two families of streams and events, which share base classes and check no
+types. ``torch.Stream.wait_event`` waits for the generic event inside a ``torch.cuda.Event``, which nobody
+has recorded, so it returns at once and nothing is ordered; ``torch.cuda.Event.record`` reads past the end
+of a ``torch.Stream``. Only ``torch.cuda.Event`` lets the host sleep, so all streams and events of a CUDA
+device are made by :class:`CudaOps`, from ``torch.cuda``.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +23,17 @@ from zeroshard.device.ops import Event
 class CudaOps(AcceleratorOps):
     """The operations of a CUDA device, or of a ROCm device, which torch calls CUDA too."""
 
-    def host_event(self) -> Event:
-        """See :class:`DeviceOps`. The host sleeps: other events poll and occupy a core."""
-        return torch.cuda.Event(blocking=True)
+    def current_stream(self) -> torch.cuda.Stream:
+        """The stream that this thread queues work on."""
+        return torch.cuda.current_stream(self.device)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        """A stream whose work runs beside that of other streams."""
+        return torch.cuda.Stream(self.device)
+
+    def _new_event(self, **options: bool) -> Event:
+        """See :class:`AcceleratorOps`. With ``blocking`` the host sleeps: others occupy a core."""
+        return torch.cuda.Event(**options)
 
     def tolerate_captures(self) -> None:
         """See :class:`DeviceOps`. Otherwise a query on any thread would end a capture on another one."""

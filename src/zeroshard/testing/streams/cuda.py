@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,12 +17,18 @@ from zeroshard.testing.streams.machine import Machine, StreamLine
 from zeroshard.testing.streams.patches import Patches
 from zeroshard.testing.streams.tensors import Storages, number_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _machine: list[Machine] = []
 """The machine of the running :func:`pretend_cuda`: streams and events are made without naming it."""
 
 
 class Stream:
-    """``torch.cuda.Stream`` and ``torch.Stream``. Nothing orders a new stream with others."""
+    """``torch.Stream``. Nothing orders a new stream with others.
+
+    The rules are those of ``torch/csrc/Stream.cpp``, which checks no types.
+    """
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         machine = _machine[-1]
@@ -38,10 +44,10 @@ class Stream:
         self.device = torch.device("cuda", line.device)
         self.device_index = line.device
         self.device_type = 1
-        self.stream_id = self.cuda_stream = self.native_handle = line.number
+        self.stream_id = self.native_handle = line.number
 
     @classmethod
-    def of(cls, line: StreamLine) -> Stream:
+    def of(cls, line: StreamLine) -> Self:
         """The object of a stream that exists."""
         stream = cls.__new__(cls)
         stream._set(line)
@@ -49,15 +55,35 @@ class Stream:
         return stream
 
     def wait_stream(self, other: Stream) -> None:
-        """Let later work of this stream begin after all work of ``other`` so far."""
-        self.wait_event(other.record_event())
-
-    def wait_event(self, event: Event) -> None:
-        """Let later work of this stream begin after ``event``."""
+        """Let later work of this stream begin after all work of ``other``, of either family, so far."""
+        event = Event()
+        event.record(other)
         event.wait(self)
 
+    def wait_event(self, event: Event) -> None:
+        """Let later work of this stream begin after ``event``.
+
+        It waits for the generic event inside a ``torch.cuda.Event``, which nobody can record.
+        """
+        if isinstance(event, CudaEvent):
+            machine = _machine[-1]
+            with machine.lock:
+                machine.report(
+                    "family", "torch.Stream.wait_event(torch.cuda.Event) waits for nothing"
+                )
+        else:
+            event.wait(self)
+
     def record_event(self, event: Event | None = None) -> Event:
-        """An event at the end of the work so far."""
+        """An event at the end of the work so far.
+
+        Raises:
+            RuntimeError: ``event`` is a ``torch.cuda.Event``, whose generic event is one of the CPU.
+        """
+        if isinstance(event, CudaEvent):
+            raise RuntimeError(
+                f"Event device type CPU does not match recording stream's {self.device}"
+            )
         event = event or Event()
         event.record(self)
         return event
@@ -78,7 +104,7 @@ class Stream:
         """No graph is captured on a pretended device."""
         return False
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Self:
         context = _machine[-1].on_stream(self.line)
         context.__enter__()
         self._entered.append(context)
@@ -97,10 +123,44 @@ class Stream:
         return f"<pretended {self.line}>"
 
 
-class Event:
-    """``torch.cuda.Event`` and ``torch.Event``."""
+class CudaStream(Stream):
+    """``torch.cuda.Stream``, which takes events of both families (``torch/cuda/streams.py``)."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def _set(self, line: StreamLine, priority: int = 0) -> None:
+        super()._set(line, priority)
+        self.cuda_stream = line.number
+
+    def wait_stream(self, other: Stream) -> None:
+        """See :class:`Stream`."""
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        """Let later work of this stream begin after ``event``."""
+        event.wait(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event at the end of the work so far."""
+        event = event or CudaEvent()
+        event.record(self)
+        return event
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaStream) and other.line is self.line
+
+    __hash__ = Stream.__hash__
+
+
+class Event:
+    """``torch.Event``, which takes streams of both families (``torch/csrc/Event.cpp``).
+
+    Torch accepts ``blocking`` and leaves it out: a thread that waits polls.
+    """
+
+    sleeps = False
+
+    def __init__(self, device: Any = None, *, enable_timing: bool = True, **_: Any) -> None:
+        del device
+        self.measures_time = enable_timing
         self.clock: Clock | None = None
         self.device: torch.device | None = None
 
@@ -108,9 +168,7 @@ class Event:
         """Mark the end of the work of ``stream`` so far; default: the current one."""
         machine = _machine[-1]
         with machine.lock:
-            line = (
-                machine.current_stream(machine.thread().device) if stream is None else stream.line
-            )
+            line = self._line_of(stream)
             self.clock = machine.record(line)
             self.device = torch.device("cuda", line.device)
 
@@ -118,16 +176,17 @@ class Event:
         """Let later work of ``stream`` begin after this event."""
         machine = _machine[-1]
         with machine.lock:
-            line = (
-                machine.current_stream(machine.thread().device) if stream is None else stream.line
-            )
-            machine.stream_waits(line, self.clock or {})
+            machine.stream_waits(self._line_of(stream), self.clock or {})
+
+    def _line_of(self, stream: Stream | None) -> StreamLine:
+        machine = _machine[-1]
+        return machine.current_stream(machine.thread().device) if stream is None else stream.line
 
     def synchronize(self) -> None:
         """Block this thread until the work before the event has ended."""
         machine = _machine[-1]
         with machine.lock:
-            machine.host_waits("event", self.clock or {})
+            machine.host_waits("event" if self.sleeps else "polled event", self.clock or {})
 
     def query(self) -> bool:
         """Whether the work before the event has ended."""
@@ -136,9 +195,31 @@ class Event:
             return self.clock is None or machine.has_ended(self.clock)
 
     def elapsed_time(self, end: Event) -> float:
-        """0: the machine has no clock."""
-        del end
+        """0: the machine has no clock.
+
+        Raises:
+            ValueError: one of the events does not measure time.
+        """
+        if not (self.measures_time and end.measures_time):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         return 0.0
+
+
+class CudaEvent(Event):
+    """``torch.cuda.Event``. Until pull request 173908 of PyTorch it reads what only a
+    ``torch.cuda.Stream`` has (``torch/csrc/cuda/Event.cpp``)."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
+        super().__init__(enable_timing=enable_timing)
+        self.sleeps = blocking
+
+    def _line_of(self, stream: Stream | None) -> StreamLine:
+        if stream is not None and not isinstance(stream, CudaStream):
+            _machine[-1].report(
+                "family",
+                "torch.cuda.Event with a torch.Stream needs torch with pull request 173908",
+            )
+        return super()._line_of(stream)
 
 
 class _Device:
@@ -217,11 +298,12 @@ class CudaPatches:
             for module in (torch.cuda.memory, torch.accelerator.memory):
                 if hasattr(module, name):
                     self._patches.set(module, name, functions[name])
-        for owner in (torch, torch.cuda):
-            self._patches.everywhere(owner, "Stream", Stream)
-            self._patches.everywhere(owner, "Event", Event)
-        self._patches.set(torch.cuda.streams, "Stream", Stream)
-        self._patches.set(torch.cuda.streams, "Event", Event)
+        self._patches.everywhere(torch, "Stream", Stream)
+        self._patches.everywhere(torch, "Event", Event)
+        self._patches.everywhere(torch.cuda, "Stream", CudaStream)
+        self._patches.everywhere(torch.cuda, "Event", CudaEvent)
+        self._patches.set(torch.cuda.streams, "Stream", CudaStream)
+        self._patches.set(torch.cuda.streams, "Event", CudaEvent)
         self._patches.everywhere(torch, "Generator", _generator(torch.Generator))
         self._group_by_device()
         self._autocast()
@@ -237,9 +319,6 @@ class CudaPatches:
     def _both(self) -> dict[str, Any]:
         """The functions that both modules have."""
         machine, number = self._machine, self._number
-
-        def current_stream(device: Any = None) -> Stream:
-            return Stream.of(machine.current_stream(number(device)))
 
         def set_stream(stream: Stream) -> None:
             thread = machine.thread()
@@ -260,7 +339,6 @@ class CudaPatches:
         return {
             "is_available": always(True),
             "device_count": lambda: machine.devices,
-            "current_stream": current_stream,
             "set_stream": set_stream,
             "synchronize": synchronize,
             "empty_cache": always(None),
@@ -284,8 +362,11 @@ class CudaPatches:
     def _of_cuda(self) -> dict[str, Any]:
         machine, number = self._machine, self._number
 
-        def default_stream(device: Any = None) -> Stream:
-            return Stream.of(machine.default_stream(number(device)))
+        def current_stream(device: Any = None) -> CudaStream:
+            return CudaStream.of(machine.current_stream(number(device)))
+
+        def default_stream(device: Any = None) -> CudaStream:
+            return CudaStream.of(machine.default_stream(number(device)))
 
         @contextmanager
         def on(stream: Stream | None) -> Iterator[None]:
@@ -308,6 +389,7 @@ class CudaPatches:
             "set_device": self._set_device,
             "device": _Device,
             "device_of": lambda tensor: _Device(tensor.device if tensor.is_cuda else None),
+            "current_stream": current_stream,
             "default_stream": default_stream,
             "stream": on,
             "StreamContext": on,
@@ -332,7 +414,11 @@ class CudaPatches:
         def set_index(device: Any) -> None:
             self._set_device(torch.device("cuda", self._number(device)))
 
+        def current_stream(device: Any = None) -> Stream:
+            return Stream.of(machine.current_stream(self._number(device)))
+
         return {
+            "current_stream": current_stream,
             "current_accelerator": always(torch.device("cuda")),
             "current_device_index": lambda: machine.thread().device,
             "current_device_idx": lambda: machine.thread().device,

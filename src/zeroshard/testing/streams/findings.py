@@ -68,6 +68,7 @@ KINDS = {
     "unpinned": "an asynchronous copy uses host memory that is not page-locked",
     "unpin": "page-locking ends while a copy may be in flight",
     "device": "tensors of different devices are mixed, or the host touches device memory",
+    "family": "an event of torch.cuda meets a torch.Stream, which torch does not order",
     "thread": "a thread uses CUDA and has not selected a device",
 }
 """Each kind of finding and what it means."""
