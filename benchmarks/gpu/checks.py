@@ -52,6 +52,9 @@ def checks(job: Job) -> dict[str, Any]:
             found[f"bf16 stage {stage} moved to the host and back"] = run_check(
                 _offload_and_reload, own
             )
+            found[f"bf16 stage {stage} reads 1 GiB at once after its update on the host"] = (
+                run_check(_read_at_once, own)
+            )
     return {"checks": found}
 
 
@@ -98,6 +101,47 @@ def _offload_and_reload(job: Job) -> str:
         curves.append((losses, trainer.values()))
         trainer.close()
     return "; ".join(filter(None, [difference(*curves), *findings]))
+
+
+def _read_at_once(job: Job) -> str:
+    """A parameter that the host has updated is read by a forward before its copy can have arrived.
+
+    The copy takes tens of milliseconds, so a stream that does not wait for it reads old values.
+    """
+    from zeroshard import Engine
+
+    width = 1 << (14 if job.device.startswith("cuda") and not job.pretended else 5)
+    model = torch.nn.Linear(width, 2 * width, bias=False, device=job.device, dtype=torch.bfloat16)
+    place = {"device": "cpu", "pin_memory": True}
+    zero = {"stage": job.stage, "offload_optimizer": place}
+    if job.stage == 3:
+        zero["offload_param"] = place
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+    }
+    x = torch.ones(1, width, device=job.device, dtype=torch.bfloat16)
+    outputs = []
+    with Engine(model, config=config, device=job.device) as engine:
+        for _ in range(3):
+            before = engine(x)
+            engine.backward(before.float().sum())
+            engine.step()
+            with torch.no_grad():
+                at_once = engine(x)
+                if job.device.startswith("cuda"):
+                    torch.cuda.synchronize()
+                outputs.append((before.detach(), at_once, engine(x)))
+    if any(torch.equal(before, after) for before, _, after in outputs):
+        return "an update changed nothing"
+    stale = sum(not torch.equal(at_once, after) for _, at_once, after in outputs)
+    return (
+        f"{stale} of {len(outputs)} forwards read parameters before they had arrived"
+        if stale
+        else ""
+    )
 
 
 def _allocated_nbytes(device: str) -> int:

@@ -210,11 +210,14 @@ class ZeroConfig(Section):
     )
     load_from_fp32_weights: Flag = not_yet(True, "On load, the master is taken from the fp32 copy.")
     stage3_prefetch_bucket_size: Natural = honour(
-        50_000_000, "Maximum number of parameter elements that are prefetched."
+        50_000_000,
+        "With this many parameter elements gathered ahead, no more are prefetched. The next module is, "
+        "whatever its size; 0: none.",
     )
     stage3_max_live_parameters: Natural = honour(
         1_000_000_000,
-        "If this many parameter elements are gathered, no more are prefetched or kept.",
+        "If this many parameter elements are gathered, no more are prefetched. As many at most stay "
+        "gathered from forward to backward.",
     )
     stage3_max_reuse_distance: Natural | None = honour(
         None,

@@ -112,9 +112,10 @@ class WrappedModule:
 class Prefetcher:
     """Unshards wrapped modules before their use, some ahead of it, and reshards them after.
 
-    ``prefetch_numel``: elements gathered ahead of their use (``stage3_prefetch_bucket_size``).
-    ``live_numel``: nothing is gathered ahead, or kept after forward, beyond this many full elements
-    (``stage3_max_live_parameters``). ``reuse_numel``: a module stays full after its forward if at most
+    ``prefetch_numel``: nothing more is gathered ahead of its use when so many elements are
+    (``stage3_prefetch_bucket_size``), so the next module is, whatever its size; 0: nothing is.
+    ``live_numel``: the same for all full elements but those that stay full from forward to backward, and
+    the limit of these (``stage3_max_live_parameters``). ``reuse_numel``: a module stays full after its forward if at most
     this many elements are used between it and its backward (``stage3_max_reuse_distance``). None: only
     the last module of forward stays full, because it would otherwise be gathered twice in a row. 0: none.
     """
@@ -218,14 +219,14 @@ class Prefetcher:
             return
         order, at = place
         ahead = range(at + 1, len(order)) if forward else range(at - 1, -1, -1)
-        budget, started = self.prefetch_numel, False
-        if self._is_limited:
-            budget = min(budget, self.live_numel - self.live())
+        if self._is_limited and self.live() >= self.live_numel:
+            return
+        numel_ahead, started = 0, False
         for position in ahead:
-            later = order[position]
-            budget -= later.numel
-            if budget < 0:
+            if numel_ahead >= self.prefetch_numel:
                 return
+            later = order[position]
+            numel_ahead += later.numel
             if later.is_sharded and (forward or later.is_read_in_backward):
                 if started:
                     later.prefetch_shards()
@@ -237,10 +238,11 @@ class Prefetcher:
                 started = True
 
     def live(self) -> int:
-        """Elements of sharded units that are full or being gathered."""
+        """Elements of sharded units that are full or being gathered, and do not stay until backward."""
         return sum(
             unit.layout.full_numel
             for wrapped in self.wrapped_modules
+            if wrapped is not self.root and id(wrapped) not in self._kept
             for unit in wrapped.sharded
             if unit.is_allocated
         )
