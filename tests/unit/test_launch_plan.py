@@ -214,6 +214,18 @@ def test_what_the_user_exported_wins():
     assert not mine.keys() & rank_defaults(mine, cores=4, num_local=2, run_id="r").keys()
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_allocator_gets_settings_only_if_it_has_none(name):
+    default = rank_defaults({}, cores=1, num_local=1, run_id="r")
+    assert default["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    mine = rank_defaults({name: "backend:native"}, cores=1, num_local=1, run_id="r")
+    assert not {key for key in mine if key.startswith("PYTORCH_")}
+
+
+def test_settings_of_torch_reach_other_hosts():
+    assert exported({"PYTORCH_ALLOC_CONF": "x"}) == {"PYTORCH_ALLOC_CONF": "x"}
+
+
 def test_only_variables_that_concern_training_travel_to_other_hosts():
     env = {"NCCL_DEBUG": "INFO", "HOME": "/h", "PYTHONPATH": "/p", "AWS_SECRET": "x", "RANK": "0"}
     assert exported(env) == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/p"}

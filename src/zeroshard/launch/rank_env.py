@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from zeroshard.errors import LaunchError
 
 # Prefixes of the variables that are passed to other hosts.
-EXPORTED = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "ZEROSHARD_", "UCX_", "FI_", "DS_", "DEEPSPEED_")
+EXPORTED = (
+    *("NCCL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "ZEROSHARD_", "UCX_", "FI_"),
+    *("DS_", "DEEPSPEED_"),
+)
 ALSO_EXPORTED = "ZEROSHARD_EXPORT"
 """A variable with more such prefixes, separated by commas."""
 _EXPORTED_NAMES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "TOKENIZERS_PARALLELISM")
@@ -55,7 +58,9 @@ def rank_defaults(
     ``run_id`` names the folder of the run (:mod:`zeroshard.launch.run_folder`).
 
     ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` is among them because torch (2.13) otherwise keeps the store
-    keys of a dead attempt, and gloo connects to the addresses in them.
+    keys of a dead attempt, and gloo connects to the addresses in them. With ``expandable_segments``
+    the allocator of a GPU maps memory where a block grows: units of several sizes come and go in each
+    step, which otherwise leaves holes.
     """
     wanted = {
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -68,7 +73,13 @@ def rank_defaults(
         "CROSS_SIZE": str(num_nodes),
         "ZEROSHARD_RUN_ID": run_id,
     }
+    if not any(name in env for name in _ALLOCATOR):
+        wanted[_ALLOCATOR[0]] = "expandable_segments:True"
     return {name: value for name, value in wanted.items() if name not in env}
+
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""The names under which torch reads the settings of its allocator, the present one first."""
 
 
 def devices_of(slots: Sequence[int], env: Mapping[str, str]) -> str | None:
