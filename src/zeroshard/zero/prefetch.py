@@ -115,9 +115,10 @@ class Prefetcher:
     ``prefetch_numel``: nothing more is gathered ahead of its use when so many elements are
     (``stage3_prefetch_bucket_size``), so the next module is, whatever its size; 0: nothing is.
     ``live_numel``: the same for all full elements but those that stay full from forward to backward, and
-    the limit of these (``stage3_max_live_parameters``). ``reuse_numel``: a module stays full after its forward if at most
-    this many elements are used between it and its backward (``stage3_max_reuse_distance``). None: only
-    the last module of forward stays full, because it would otherwise be gathered twice in a row. 0: none.
+    the limit of these (``stage3_max_live_parameters``). ``reuse_numel``: a module stays full after its
+    forward if at most this many elements are used between it and its backward
+    (``stage3_max_reuse_distance``). None: only the last module of forward stays full, because it would
+    otherwise be gathered twice in a row. 0: none.
     """
 
     def __init__(
