@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -178,6 +179,66 @@ def test_sweeping_removes_old_logs_of_dead_processes_only(tmp_path):
     assert not dead.parent.exists()
     assert (tmp_path / "zeroshard-a" / "0").exists()
     living.close()
+
+
+def recording_of(pid: int, space: int | None = None) -> bytes:
+    buffer = bytearray(FlightRecorder.nbytes_for(8))
+    recorder = FlightRecorder(buffer, ring=8, pid=pid, rank=0, group_size=1)
+    if space is not None:
+        recorder.words[9] = space
+    return bytes(buffer)
+
+
+ENDED = 2**22 + 1
+
+
+@pytest.mark.parametrize(
+    ("files", "stays"),
+    [
+        ({"0": recording_of(ENDED), "process.stack": b"File ..."}, False),
+        ({}, True),
+        ({"data.bin": b"weights"}, True),
+        ({"process.stack": b"mine"}, True),
+        ({"0": recording_of(ENDED), "data.bin": b"weights"}, True),
+        ({"0": recording_of(ENDED), "1": recording_of(os.getpid())}, True),
+        ({"0": recording_of(ENDED, space=7)}, True),
+    ],
+    ids=["ours", "empty", "other files", "a stack alone", "with other files", "a writer lives",
+         "of another container"],
+)  # fmt: skip
+def test_sweeping_removes_nothing_but_recordings_of_processes_that_have_ended(
+    tmp_path, files, stays
+):
+    folder = tmp_path / "zeroshard-mydata"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    sweep_recordings(tmp_path, older_than_s=-10)
+    left = {file.name: file.read_bytes() for file in folder.iterdir()} if folder.exists() else None
+    assert left == (files if stays else None)
+
+
+def test_sweeping_follows_no_link_and_enters_no_folder(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "0").write_bytes(recording_of(ENDED))
+    (tmp_path / "zeroshard-a").symlink_to(mine)
+    (tmp_path / "zeroshard-b" / "folder").mkdir(parents=True)
+    (tmp_path / "zeroshard-c").mkdir()
+    (tmp_path / "zeroshard-c" / "0").symlink_to(mine / "0")
+    sweep_recordings(tmp_path, older_than_s=-10)
+    assert (mine / "0").exists()
+    assert (tmp_path / "zeroshard-b" / "folder").exists()
+    assert (tmp_path / "zeroshard-c" / "0").is_symlink()
+
+
+def test_sweeping_removes_nothing_of_another_user(tmp_path, monkeypatch):
+    file = tmp_path / "zeroshard-a" / "0"
+    file.parent.mkdir()
+    file.write_bytes(recording_of(ENDED))
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    sweep_recordings(tmp_path, older_than_s=-10)
+    assert file.exists()
 
 
 @pytest.mark.parametrize("raw", [b"", b"x" * 100, b"x" * 100_000])

@@ -92,6 +92,23 @@ def test_a_progress_bar_without_line_end_is_shown_soon(console):
     assert console.getvalue() == b"\r10%\r20%\nnext\n"
 
 
+def test_a_line_without_end_passes_on_and_is_not_kept(console):
+    stream = _Stream(console, watched=True)
+    for _ in range(100):
+        stream.feed(b"x" * 4096, now_s=0.0)
+        assert len(stream.partial) <= 64 << 10
+    stream.feed(b"\nnext\n", now_s=0.0)
+    assert console.getvalue() == b"x" * 409_600 + b"\nnext\n"
+
+
+def test_a_line_without_end_behind_a_traceback_is_held_with_it(console):
+    stream = _Stream(console, watched=True)
+    stream.feed(TRACE + b"x" * 100_000, now_s=0.0)
+    assert console.getvalue() == b""
+    stream.release()
+    assert console.getvalue() == TRACE + b"x" * 100_000
+
+
 def test_a_traceback_that_arrives_in_pieces_is_recognised(console):
     stream = _Stream(console, watched=True)
     for at in range(len(TRACE)):

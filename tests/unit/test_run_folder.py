@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from zeroshard.launch import run_folder as module
-from zeroshard.launch.run_folder import find_run, make_run_folder, new_run_id, run_folder, run_id
+from zeroshard.launch.run_folder import (
+    default_root,
+    find_run,
+    make_run_folder,
+    new_run_id,
+    run_folder,
+    run_id,
+)
 
 
 def test_the_launcher_s_name_wins_and_cannot_leave_the_directory(monkeypatch, tmp_path):
@@ -30,9 +37,90 @@ def test_only_the_newest_runs_of_the_default_directory_stay(monkeypatch, tmp_pat
     for number in range(6):
         monkeypatch.setenv("ZEROSHARD_RUN_ID", f"run{number}")
         folder = make_run_folder(None)
+        (folder / "steps-0-1-0.jsonl").touch()
         os.utime(folder, (number, number))
-    assert sorted(each.name for each in (tmp_path / "runs").iterdir()) == ["run3", "run4", "run5"]
+    names = sorted(each.name for each in (tmp_path / "runs").iterdir())
+    assert names == ["run2", "run3", "run4", "run5"]  # three and the new one
     assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o700
+
+
+def folder_of(root: Path, name: str, at_s: int, ranks: str = "") -> Path:
+    folder = root / name
+    folder.mkdir(parents=True)
+    (folder / "steps-0-1-0.jsonl").touch()
+    if ranks:
+        (folder / "ranks.json").write_text(ranks)
+    os.utime(folder, (at_s, at_s))
+    return folder
+
+
+RANKS = '{"ranks": [{"process": {"pid": %s}}]}'
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "stays"),
+    [
+        (f"20260131-235959-node1-{os.getpid()}", "", True),
+        ("named", RANKS % os.getpid(), True),
+        ("20260131-235959-node1-4194305", "", False),
+        ("named", RANKS % 4194305, False),
+        ("named", "no JSON", False),
+        ("named", RANKS % '"x"', False),
+    ],
+)
+def test_a_run_of_which_a_process_lives_stays(monkeypatch, tmp_path, name, ranks, stays):
+    monkeypatch.setattr(module, "default_root", lambda: tmp_path / "runs")
+    monkeypatch.setattr(module, "KEPT_RUNS", 1)
+    old = folder_of(tmp_path / "runs", name, 0, ranks)
+    for number in (1, 2):
+        folder_of(tmp_path / "runs", f"later{number}", number)
+    monkeypatch.setenv("ZEROSHARD_RUN_ID", "new")
+    make_run_folder(None)
+    assert old.exists() == stays
+    assert (tmp_path / "runs" / "later2").exists()
+    assert not (tmp_path / "runs" / "later1").exists()
+
+
+def test_what_is_no_run_stays(monkeypatch, tmp_path):
+    root = tmp_path / "runs"
+    monkeypatch.setattr(module, "default_root", lambda: root)
+    monkeypatch.setattr(module, "KEPT_RUNS", 1)
+    (root / "photos").mkdir(parents=True)
+    (root / "photos" / "one.jpg").touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "steps-0-1-0.jsonl").touch()
+    (root / "link").symlink_to(tmp_path / "elsewhere")
+    for number in range(3):
+        folder_of(root, f"run{number}", number)
+    monkeypatch.setenv("ZEROSHARD_RUN_ID", "new")
+    make_run_folder(None)
+    assert (root / "photos" / "one.jpg").exists()
+    assert (tmp_path / "elsewhere" / "steps-0-1-0.jsonl").exists()
+    assert sorted(each.name for each in root.iterdir()) == ["link", "new", "photos", "run2"]
+
+
+@pytest.mark.parametrize("kind", ["link", "foreign", "open to others", "file"])
+def test_the_default_directory_is_another_one_if_its_name_is_taken(monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("LOGNAME", "somebody")
+    monkeypatch.setenv("ZEROSHARD_RUN_ID", "run")
+    usual = default_root()
+    assert usual.parent == tmp_path / "tmp"
+    usual.parent.mkdir()
+    (tmp_path / "target").mkdir()
+    if kind == "link":
+        usual.symlink_to(tmp_path / "target")
+    elif kind == "file":
+        usual.touch()
+    else:
+        usual.mkdir()
+        usual.chmod(0o777 if kind == "open to others" else 0o700)
+    if kind == "foreign":
+        monkeypatch.setattr(os, "getuid", lambda: 4711)
+    assert make_run_folder(None) == tmp_path / "home/.cache/zeroshard/runs/run"
+    assert not list((tmp_path / "target").iterdir())
+    assert kind == "file" or not list(usual.iterdir())
 
 
 def test_nothing_is_removed_from_a_directory_of_the_user(monkeypatch, tmp_path):

@@ -31,6 +31,7 @@ Invariants, and what breaks without them:
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -42,8 +43,8 @@ MULTIPLIER = 1_000_003
 SIZE_MIX = 0x9E37_79B9_7F4A_7C15
 
 _MAGIC = int.from_bytes(b"ZSFLIGHT", "little")
-_VERSION = 1
-_HEADER = struct.Struct("<9Q")
+_VERSION = 2
+_HEADER = struct.Struct("<10Q")
 _ROWS_USED, STEP, _WAITING = 6, 7, 8
 _SECTION = struct.Struct("<64s")
 _SECTION_AT = 128
@@ -121,7 +122,8 @@ class FlightRecorder:
         self.buffer = buffer
         self.ring = ring
         self.words = memoryview(buffer).cast("B")[: _HEADER.size].cast("Q")
-        _HEADER.pack_into(buffer, 0, _MAGIC, _VERSION, pid, rank, group_size, ring, 0, 0, 0)
+        head = (_MAGIC, _VERSION, pid, rank, group_size, ring, 0, 0, 0, pid_space())
+        _HEADER.pack_into(buffer, 0, *head)
 
     @staticmethod
     def nbytes_for(ring: int) -> int:
@@ -160,7 +162,7 @@ def read_recording(raw: bytes, later: bytes | None = None) -> FlightRecording | 
     """
     if len(raw) < RING_AT:
         return None
-    magic, version, pid, rank, world, ring, used, step, waiting = _HEADER.unpack_from(raw)
+    magic, version, pid, rank, world, ring, used, step, waiting, _ = _HEADER.unpack_from(raw)
     if magic != _MAGIC or version != _VERSION or len(raw) < FlightRecorder.nbytes_for(ring):
         return None
     ring_end = RING_AT + ring * SLOT.size
@@ -178,12 +180,30 @@ def read_recording(raw: bytes, later: bytes | None = None) -> FlightRecording | 
     return FlightRecording(pid, rank, world, head, step, waiting, _text(section), tuple(records))
 
 
-def read_recording_pid(raw: bytes) -> int | None:
-    """The process that writes or wrote a recording; None if these bytes are no recording."""
+class Writer(NamedTuple):
+    """The process that writes or wrote a recording. ``space``: its :func:`pid_space`."""
+
+    pid: int
+    space: int
+
+
+def read_writer(raw: bytes) -> Writer | None:
+    """The writer of a recording; None if these bytes are no recording, or one of another version."""
     if len(raw) < _HEADER.size:
         return None
-    magic, _, pid, *_ = _HEADER.unpack_from(raw)
-    return pid if magic == _MAGIC else None
+    magic, version, pid, *_, space = _HEADER.unpack_from(raw)
+    return Writer(pid, space) if (magic, version) == (_MAGIC, _VERSION) else None
+
+
+def pid_space() -> int:
+    """The namespace of process numbers that this process is in; 0 where there is none.
+
+    Containers that share ``/dev/shm`` may have namespaces of their own.
+    """
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def rank_ranges(ranks: Iterable[int], limit: int = 64) -> str:

@@ -33,6 +33,7 @@ import contextlib
 import faulthandler
 import mmap
 import os
+import stat
 import tempfile
 import time
 import weakref
@@ -54,8 +55,9 @@ from zeroshard.comm.flight_recorder import (
     FlightRecorder,
     FlightRecording,
     Record,
+    pid_space,
     read_recording,
-    read_recording_pid,
+    read_writer,
     word_of,
     word_with,
 )
@@ -560,18 +562,38 @@ def remove_recording(recording: Path) -> None:
 
 
 def sweep_recordings(root: Path | None = None, *, older_than_s: float = 3600.0) -> None:
-    """Remove recordings that are older than ``older_than_s`` and whose writers have ended."""
+    """Remove recordings that are older than ``older_than_s`` and whose writers have ended.
+
+    A folder goes if it is this user's and holds recordings of processes of this namespace, and nothing
+    else: any program may call a folder ``zeroshard-...``.
+    """
     newest_s = time.time() - older_than_s
     for folder in (root or recording_dir("").parent).glob("zeroshard-*"):
         with contextlib.suppress(OSError):  # another user's, or already removed
-            if folder.stat().st_mtime > newest_s:
+            about = folder.lstat()
+            if not stat.S_ISDIR(about.st_mode) or not _is_mine(about) or about.st_mtime > newest_s:
                 continue
-            files = list(folder.iterdir())
-            writers = [read_recording_pid(file.read_bytes()) for file in files]
-            if not any(pid is not None and Path(f"/proc/{pid}").exists() for pid in writers):
+            files = [*folder.iterdir()]
+            recordings = [file for file in files if file != stack_file_of(file)]
+            if recordings and all(map(_has_ended, recordings)):
                 for file in files:
                     file.unlink()
                 folder.rmdir()
+
+
+def _is_mine(about: os.stat_result) -> bool:
+    return not hasattr(os, "getuid") or about.st_uid == os.getuid()
+
+
+def _has_ended(file: Path) -> bool:
+    """Whether the file is a recording whose writer, a process of this namespace, has ended."""
+    about = file.lstat()
+    if not stat.S_ISREG(about.st_mode) or not _is_mine(about):
+        return False
+    writer = read_writer(file.read_bytes())
+    if writer is None or writer.space != pid_space():
+        return False
+    return not Path(f"/proc/{writer.pid}").exists()
 
 
 def read_recording_file(path: Path) -> FlightRecording | None:

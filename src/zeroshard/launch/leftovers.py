@@ -24,8 +24,8 @@ def remove_recordings(run_id: str, pids: Collection[int], root: Path | None = No
     for folder in place.glob(f"zeroshard-{run_id}-" + "[0-9a-f]" * 8):
         with contextlib.suppress(OSError):  # a rank has removed it
             files = list(folder.iterdir())
-            writers = {pid for file in files if (pid := _writer(file)) is not None}
-            if writers and writers <= set(pids):
+            writers = {_writer(file) for file in files if file.suffix != ".stack"}
+            if writers and writers <= set(pids):  # nothing else is in the folder
                 for file in files:
                     file.unlink(missing_ok=True)
                 folder.rmdir()

@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import getpass
+import json
 import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Mapping
@@ -27,16 +29,31 @@ ATTEMPT_VARIABLE = "ZEROSHARD_ATTEMPT"
 RECORD_FORMAT = 1
 """Of the files steps-*.jsonl (:mod:`zeroshard.report.record`)."""
 KEPT_RUNS = 50
-"""Runs that stay in the default directory."""
+"""Runs that stay in the default directory when another begins."""
 
 
 def default_root() -> Path:
-    """The directory of the folders of all runs, if the configuration names none; one per user."""
+    """The directory of the folders of all runs, if the configuration names none; one per user.
+
+    It is in the directory for temporary files, where others may make what has its name: a link, or a
+    directory that they can write. Then it is in the user's cache.
+    """
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # a container without an entry for this user
         user = str(os.getuid()) if hasattr(os, "getuid") else "user"
-    return Path(tempfile.gettempdir()) / f"zeroshard-runs-{_plain(user)}"
+    usual = Path(tempfile.gettempdir()) / f"zeroshard-runs-{_plain(user)}"
+    return usual if _is_own(usual) else Path.home() / ".cache" / "zeroshard" / "runs"
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether it is a directory that only this user can write, or nothing yet."""
+    try:
+        about = folder.lstat()
+    except FileNotFoundError:
+        return True
+    mine = not hasattr(os, "getuid") or about.st_uid == os.getuid()
+    return stat.S_ISDIR(about.st_mode) and mine and not about.st_mode & 0o022
 
 
 def new_run_id(pid: int | None = None) -> str:
@@ -74,13 +91,16 @@ def run_folder(dump_dir: str | None) -> Path:
 
 
 def make_run_folder(dump_dir: str | None) -> Path:
-    """Make :func:`run_folder`. In the default directory only the newest :data:`KEPT_RUNS` runs stay.
+    """Make :func:`run_folder`. In the default directory only the newest :data:`KEPT_RUNS` runs stay, and
+    those of which a process lives.
 
     Raises:
         OSError: it cannot be written.
     """
     folder = run_folder(dump_dir)
     is_new = not folder.exists()
+    if dump_dir is None:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     if is_new and dump_dir is None:
         folder.parent.chmod(0o700)
@@ -111,7 +131,9 @@ def find_run(path: Path) -> Path:
 
 def _is_run(folder: Path) -> bool:
     patterns = ("steps-*.jsonl", "ranks*.json", "hang-*.json")
-    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
+    return folder.is_dir() and any(
+        next(folder.glob(pattern), None) is not None for pattern in patterns
+    )
 
 
 @functools.cache
@@ -139,8 +161,30 @@ def _plain(text: str) -> str:
 
 
 def _remove_oldest(root: Path) -> None:
-    runs = sorted(
-        (each for each in root.iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime
-    )
+    runs = [each for each in root.iterdir() if not each.is_symlink() and _is_run(each)]
+    runs.sort(key=lambda each: each.stat().st_mtime)
     for old in runs[:-KEPT_RUNS]:
-        shutil.rmtree(old, ignore_errors=True)
+        if not _may_live(old):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _may_live(run: Path) -> bool:
+    """Whether a process has the number of the run's launcher or of one of its ranks.
+
+    It may be another process by now. Then the run stays until a later one begins.
+    """
+    pids = {run.name.rpartition("-")[2]}
+    for file in run.glob("ranks*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            pids |= {str(row["process"]["pid"]) for row in json.loads(file.read_text())["ranks"]}
+    return any(pid.isdecimal() and _exists(int(pid)) for pid in pids)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's, or no number of a process
+        return True
+    return True

@@ -19,6 +19,7 @@ from typing import BinaryIO
 from zeroshard.launch.traces import starts_trace
 
 _TAIL_NBYTES = 128 << 10
+_LINE_NBYTES = 64 << 10
 _TICK_S = 0.05
 _HOLD_S = 1.0
 
@@ -48,6 +49,16 @@ class _Stream:
         self.partial_since_s = now_s
         for line in lines:
             self._line(line + b"\n", now_s)
+        if len(self.partial) > _LINE_NBYTES:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Do not wait for the end of a line this long: each new part would copy all before it."""
+        if self.held_since_s is None:
+            self._write(self.partial)
+        else:
+            self.held += self.partial
+        self.partial, self.mid_line = b"", True
 
     def tick(self, now_s: float, failing: bool) -> None:
         """Show what was held long enough: unfinished lines (progress bars); traces unless ``failing``."""
