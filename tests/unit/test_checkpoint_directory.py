@@ -159,6 +159,18 @@ def test_fallbacks_are_older_and_the_newest_first(tmp_path):
     assert places.fallbacks(tmp_path, "s3") == ["s1", "s0"]
 
 
+@pytest.mark.parametrize("content", [b"", b"a b", b"\xff", b"../x", b"x" * 10_000])
+def test_the_manifests_decide_if_latest_cannot_be_read(tmp_path, caplog, content):
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(CheckpointError, match="latest"):
+        places.newest_first(tmp_path)  # nothing is complete: a new run would hide that
+    for step in range(2):
+        save(tmp_path, f"s{step}", step)
+    (tmp_path / "latest").write_bytes(content)
+    assert places.newest_first(tmp_path) == ["s1", "s0"]
+    assert "The newest complete checkpoint is s1" in caplog.text
+
+
 def test_what_was_put_aside_is_taken_back_only_where_nothing_is(tmp_path):
     save(tmp_path, "a", 1).rename(tmp_path / ".a.replaced")
     assert places.resolve(tmp_path) == tmp_path / "a"

@@ -9,6 +9,7 @@ reader or save renames it back (:func:`restore_replaced`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from zeroshard.checkpoint.manifest import MANIFEST, Manifest
 from zeroshard.checkpoint.reader import CheckpointReader, read_manifest, read_small
 from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError, UsageError
+
+_log = logging.getLogger("zeroshard")
 
 LATEST, SCRIPT = "latest", "zero_to_fp32.py"
 NEWEST: Final = object()
@@ -136,7 +139,11 @@ def newest_first(directory: str | Path) -> list[str]:
     """The complete checkpoints, that which was saved last first. Those set aside are renamed back.
 
     A save that was killed before it replaced ``latest`` counts. One that ``latest`` names and whose
-    manifest cannot be read is in the list too, so that loading it says what is wrong.
+    manifest cannot be read is in the list too, so that loading it says what is wrong. If ``latest``
+    cannot be read, the manifests decide.
+
+    Raises:
+        CheckpointError: ``latest`` cannot be read, and there is no complete checkpoint.
     """
     root = Path(directory)
     with contextlib.suppress(OSError):
@@ -148,8 +155,16 @@ def newest_first(directory: str | Path) -> list[str]:
             manifest = read_manifest(path)
             found.append((manifest.saved_at, manifest.step, path.name))
     names = [name for _, _, name in sorted(found, reverse=True)]
-    if (root / LATEST).exists() and (last := latest(root)) not in names:
-        names.insert(0, last)
+    if (root / LATEST).exists():
+        try:
+            last = latest(root)
+        except CheckpointError as error:
+            if not names:  # a run that began anew would hide what happened
+                raise
+            _log.warning("%s The newest complete checkpoint is %s.", error, names[0])
+            return names
+        if last not in names:
+            names.insert(0, last)
     return names
 
 
