@@ -128,7 +128,7 @@ class DeviceMark(Mark):
 
     def is_reached(self) -> bool:
         """See :class:`Mark`."""
-        return self._event.query()
+        return bool(self._event.query())
 
     def seconds_since(self, earlier: Any) -> float:
         """See :class:`Mark`."""
