@@ -120,7 +120,7 @@ test-programs: .programs/.ready .peer/.ready .optimizers/.ready
 
 .optimizers/.ready: $(READY)
 	$(PIP) --quiet --no-deps --upgrade --target .optimizers \
-		schedulefree prodigyopt lion-pytorch pytorch_optimizer
+		schedulefree==1.4.1 prodigyopt==1.1.2 lion-pytorch==0.2.5 pytorch_optimizer==4.1.0 timm==1.0.31
 	touch $@
 
 .peer/.ready: $(READY)

@@ -133,7 +133,7 @@ class LocalState:
                 skip, stop = max(0, low - at), min(fragment.numel, high - at)
                 flat = fragment.master if name == VALUE else None
                 if flat is None:
-                    flat = self.optimizer.inner.state.get(fragment.value, {}).get(name)
+                    flat = self.optimizer.state_of(fragment).get(name)
                 slot = slot_of(shard.unit, fragment)
                 if skip < stop and isinstance(flat, Tensor) and self.counts(slot):
                     begin = fragment.begin + skip
@@ -179,7 +179,7 @@ class LocalState:
         if shard is None or self.optimizer is None:
             return found
         for fragment in shard.fragments:
-            state = self.optimizer.inner.state.get(fragment.value, {})
+            state = self.optimizer.state_of(fragment)
             numbers = {k: v for k, v in state.items() if not is_shaped(k, v, fragment)}
             if numbers:
                 found.setdefault(fqn_of(unit, fragment), {}).update(numbers)
@@ -255,7 +255,7 @@ def is_shaped(name: str, value: object, fragment: OwnedFragment) -> bool:
 def _shaped(optimizer: ShardedOptimizer, fragments: Iterable[OwnedFragment]) -> list[str]:
     names: dict[str, None] = {}
     for fragment in fragments:
-        for name, value in optimizer.inner.state.get(fragment.value, {}).items():
+        for name, value in optimizer.state_of(fragment).items():
             if is_shaped(name, value, fragment):
                 names[name] = None
     return list(names)

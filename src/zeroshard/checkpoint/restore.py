@@ -279,7 +279,7 @@ def _place(
     """Memory for one kind of state of a fragment: where it is now, on the chunk's page, or new."""
     if name in chunk.state_C:
         return fragment.of(chunk.state_C[name])
-    there = optimizer.inner.state.get(fragment.value, {}).get(name)
+    there = optimizer.state_of(fragment).get(name)
     if is_shaped(name, there, fragment):
         assert isinstance(there, Tensor)
         return there

@@ -98,6 +98,7 @@ from zeroshard.core.files import free_nbytes
 from zeroshard.device.choice import ops_of
 from zeroshard.device.pinned import host_bytes
 from zeroshard.errors import CheckpointError, DistributedError
+from zeroshard.optim.state_tree import is_keepable
 from zeroshard.zero.unit import Unit
 
 logger = logging.getLogger("zeroshard")
@@ -621,7 +622,7 @@ def _numbers(row: Mapping[str, object]) -> dict[str, tuple[str, float | int | bo
             found[name] = dtype_name(value.dtype, where=f"state {name!r}"), value.item()
         elif isinstance(value, bool | int | float):
             found[name] = "number", value
-        elif value is not None:
+        elif not is_keepable(name, value):
             raise CheckpointError(
                 f"the optimizer keeps {name!r} as a "
                 f"{type(value).__name__}{list(value.shape) if isinstance(value, Tensor) else ''}: "

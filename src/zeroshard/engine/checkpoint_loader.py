@@ -32,6 +32,7 @@ from zeroshard.config.sections import CheckpointConfig
 from zeroshard.core.mesh import Mesh
 from zeroshard.engine.training_state import IMPLEMENTATION, Counters, TrainingState
 from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.optim.state_tree import unkeyed
 from zeroshard.zero.life import Life
 
 logger = logging.getLogger("zeroshard")
@@ -350,6 +351,10 @@ class CheckpointLoader:
             same_class = shared.get("optimizer") == type(state.optimizer).__name__
             for group, options in zip(state.groups, shared.get("groups", []), strict=True):
                 _restore_group(group, options, same_class=same_class)
+            if same_class and state.optimizer is not None:
+                for key in unkeyed(state.optimizer.state):
+                    del state.optimizer.state[key]
+                state.optimizer.state.update(shared.get("optimizer_state", {}))
             if state.scaler.state_dict().keys() <= shared.get("scaler", {}).keys():
                 state.scaler.load_state_dict(shared["scaler"])
         if with_scheduler and state.scheduler is not None and "scheduler" in shared:

@@ -43,6 +43,7 @@ from zeroshard.core.tiers import Tier
 from zeroshard.device.pinned import host_bytes
 from zeroshard.engine.training_state import IMPLEMENTATION, TrainingState
 from zeroshard.memory.host_limits import gib, host_limits
+from zeroshard.optim.state_tree import unkeyed
 from zeroshard.version import __version__
 
 logger = logging.getLogger("zeroshard")
@@ -265,6 +266,8 @@ class CheckpointSaver:
         }
         if state.optimizer is not None:
             plain["optimizer"] = type(state.optimizer).__name__
+            if own := unkeyed(state.optimizer.state):
+                plain["optimizer_state"] = own
         if state.scheduler is not None:
             plain["scheduler"] = state.scheduler.state_dict()
         node: dict[str, Any] = {}

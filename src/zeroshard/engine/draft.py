@@ -335,6 +335,11 @@ def make_optimizer(
                 f"optimizer is a {type(made).__name__}, not a torch.optim.Optimizer. Pass an optimizer "
                 "object, or a function that makes one from parameters."
             )
+        if not hasattr(made, "param_groups"):
+            raise UsageError(
+                f"optimizer is a {type(made).__name__} without param_groups, so the engine cannot give "
+                "it its parameters. If it wraps another optimizer, pass that one."
+            )
         return made
     if config.optimizer is None:
         return None

@@ -14,10 +14,10 @@ import functools
 import importlib
 import inspect
 import random
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from zeroshard.device.choice import ops_of
 from zeroshard.errors import ConfigError, UnsupportedError
 from zeroshard.optim.kernels import steps_chunk_by_chunk
 from zeroshard.optim.optimizers import FlexibleAdam, Group, Lamb, Lion, Muon
+from zeroshard.optim.state_tree import flat, grown, is_keepable, is_nested, unkeyed
 from zeroshard.optim.step_hooks import without_hooks
 
 __all__ = [
@@ -48,7 +49,9 @@ __all__ = [
 _FUSED_DEVICES = ("cpu", "cuda", "meta")
 _CUT = 67 * 64  # elements: a legal cut, and both parts exceed 4096, where 8-bit optimizers begin
 _STEPS = 3
-_STEPS_OF_UNKNOWN = 6  # some classes change what they do after four or five
+_STEPS_OF_UNKNOWN = 12  # some classes change what they do after five or ten
+_ATTRIBUTES_OF_TORCH = ("step", "zero_grad", "train", "eval", "state", "param_groups", "defaults")
+_PLAIN = (int, float, str, type, FunctionType, BuiltinFunctionType, functools.partial)
 _HINTS = ("foreach", "fused", "set_grad_none")  # choose between kernels, which the engine does
 
 
@@ -257,6 +260,14 @@ def probe(optimizer: Optimizer, *, dtype: torch.dtype = torch.float32) -> Probe:
     the device of the parameters.
     """
     name = type(optimizer).__name__
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer):
+            why = (
+                f"{name} wraps another optimizer, {type(value).__name__}, and the engine would replace "
+                "the parameters of one of them only. Give the engine the inner one, and do what the "
+                "wrapper adds in optimizer.register_step_post_hook"
+            )
+            return Probe(False, False, why, ())
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return Probe(False, False, f"{name}.step needs a closure that runs the model again", ())
@@ -279,6 +290,8 @@ def probe(optimizer: Optimizer, *, dtype: torch.dtype = torch.float32) -> Probe:
                 return Probe(False, False, why, ())
             state.append(whole.state)
             reason = reason or _difference(optimizer, group, matrix, whole)
+            if not reason and not steps_chunk_by_chunk(optimizer):
+                reason = _small_difference(optimizer, group, matrix)
     return Probe(not reason, True, reason, tuple(state))
 
 
@@ -286,7 +299,7 @@ def _difference(optimizer: Optimizer, group: Group, matrix: Tensor, whole: _Tria
     """What an update of parts changes, as a reason; empty if nothing."""
     name = type(optimizer).__name__
     if whole.uncuttable:
-        return f"{name} keeps state {whole.uncuttable!r} that belongs to no single element"
+        return f"{name} keeps state {whole.uncuttable}"
     try:
         parts = torch.split(matrix.flatten(), [_CUT, matrix.numel() - _CUT])
         first = _try(optimizer, group, parts[:1])
@@ -315,6 +328,18 @@ def _difference(optimizer: Optimizer, group: Group, matrix: Tensor, whole: _Tria
             f"{name} computes {min(counted)!r} from many elements, and each rank has a part of them"
         )
     return ""
+
+
+def _small_difference(optimizer: Optimizer, group: Group, matrix: Tensor) -> str:
+    """:func:`_difference` in fp64: one that rounding hides here would be seen at other magnitudes."""
+    if matrix.dtype == torch.float64:
+        return ""
+    try:
+        fine = matrix.double()
+        whole = _try(optimizer, group, [fine])
+    except Exception:  # a class, or a device, without fp64
+        return ""
+    return _difference(optimizer, group, fine, whole)
 
 
 @dataclass(frozen=True)
@@ -349,14 +374,17 @@ def _try(optimizer: Optimizer, group: Group, starts: Sequence[Tensor], at: int =
         with without_hooks(twin):
             twin.step()
     state = twin.state[params[0]]
-    kept = {
+    leaves = flat(state)
+    kept: dict[str, torch.dtype | None] = {
         name: value.dtype if isinstance(value, Tensor) and value.shape == params[0].shape else None
-        for name, value in state.items()
+        for name, value in leaves.items()
         if value is not None
     }
+    filled = next((dtype for name, dtype in kept.items() if dtype and is_nested(name)), None)
+    kept |= {name: filled for name in grown(kept) if name not in kept}
     values = torch.cat([p.detach().flatten() for p in params])
-    numbers = _numbers(twin.param_groups[0], vars(twin), state) - before
-    return _Trial(values, numbers, kept, _uncuttable(state, params[0].numel()))
+    numbers = _numbers(twin.param_groups[0], vars(twin), unkeyed(twin.state), leaves) - before
+    return _Trial(values, numbers, kept, _uncuttable(state, params[0].shape))
 
 
 def _of_parts(real: Tensor, imag: Tensor, dtype: torch.dtype) -> Tensor:
@@ -372,28 +400,25 @@ def _numbers(*owners: Mapping[str, Any]) -> set[tuple[str, str]]:
     }
 
 
-def _uncuttable(state: Mapping[str, Any], numel: int) -> str:
-    """The name of state that belongs neither to single elements nor to all; empty if none."""
-    for name, value in state.items():
-        values = [value]
-        while values:
-            item = values.pop()
-            if isinstance(item, Mapping):
-                values += item.values()
-            elif isinstance(item, (list, tuple, deque)):
-                values += item
-            elif isinstance(item, Tensor):
-                if item.numel() not in (0, 1, numel):
-                    return name
-            elif not isinstance(item, (int, float, str, bool, type(None))):
-                return name
-    return ""
+def _uncuttable(state: Mapping[str, Any], shape: torch.Size) -> str:
+    """What is in the state that belongs neither to single elements nor to all; empty if nothing."""
+    for name, value in flat(state).items():
+        if not isinstance(value, Tensor):
+            if not is_keepable(name, value):
+                return f"{name!r}, a {type(value).__name__} instead of tensors and numbers"
+        elif value.numel() != 1 and value.shape != shape:
+            return (
+                f"{name!r}, which has another shape ({tuple(value.shape)} for a parameter of "
+                f"{tuple(shape)}) and so belongs to no single element"
+            )
+    return next((f"{name!r}, a name with '@('" for name in state if is_nested(name)), "")
 
 
 def _twin(optimizer: Optimizer, groups: Iterable[Group], *, lr: float | None = None) -> Any:
     """A new optimizer of the same class and options with other parameters, without hooks and state.
 
-    ``lr`` replaces the learning rate, which a schedule may have set to 0, so that steps would do nothing.
+    Options are those of the groups, ``defaults``, and attributes of the object with plain values. ``lr``
+    replaces the learning rate, which a schedule may have set to 0, so that steps would do nothing.
     """
     known = inspect.signature(type(optimizer)).parameters
 
@@ -404,8 +429,25 @@ def _twin(optimizer: Optimizer, groups: Iterable[Group], *, lr: float | None = N
         return copy.deepcopy(kept)
 
     defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
+    attributes = {key: value for key, value in vars(optimizer).items() if _is_option(key, value)}
+    for key, argument in known.items():
+        if argument.default is inspect.Parameter.empty and key in attributes:
+            defaults.setdefault(key, attributes[key])
     members = [{**options(group), "params": list(group["params"])} for group in groups]
-    return type(optimizer)(members, **options(defaults))
+    twin = type(optimizer)(members, **options(defaults))
+    vars(twin).update(copy.deepcopy(attributes))
+    return twin
+
+
+def _is_option(key: str, value: Any) -> bool:
+    """Whether an attribute of an optimizer is an option that a new one must get too."""
+    if key in _ATTRIBUTES_OF_TORCH or key.startswith("_optimizer_"):
+        return False
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(_is_option("", item) for item in value)
+    if isinstance(value, dict):
+        return all(_is_option("", item) for pair in value.items() for item in pair)
+    return value is None or isinstance(value, _PLAIN)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from zeroshard.checkpoint.restore import Loader
 from zeroshard.checkpoint.safetensors_file import dtype_name
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.engine import Engine
+from zeroshard.optim.state_tree import flat
 from zeroshard.planner.allocations import Allocations
 from zeroshard.precision.loss_scaler import StaticScale
 from zeroshard.zero.optimizer_shard import OptimizerShard
@@ -105,7 +106,7 @@ def _parameters(local: LocalState, unit: Unit) -> dict[str, SavedParameter]:
     states = {} if local.optimizer is None else local.optimizer.inner.state
     for fragment in () if shard is None else shard.fragments:
         fqn = unit.layout.slots[fragment.index].fqn
-        for name, value in states.get(fragment.value, {}).items():
+        for name, value in flat(states.get(fragment.value, {})).items():
             if not isinstance(value, Tensor):
                 continue
             kind = dtype_name(value.dtype, where=name)

@@ -19,6 +19,7 @@ from zeroshard.comm.collectives import num_holders
 from zeroshard.comm.dtensors import local_part, whole_of
 from zeroshard.errors import DistributedError, ShardedAccess, UnsupportedError, UsageError
 from zeroshard.memory.storage import WEIGHTS_NBYTES, real_view, weights_for
+from zeroshard.optim.state_tree import flat
 from zeroshard.zero import sharded_parameter
 from zeroshard.zero.clip import pack_flags, unpack_any
 from zeroshard.zero.gradients import GradBuffer
@@ -593,7 +594,10 @@ def _lacks_state(optim_state: UnitOptimState, param: nn.Parameter, key: str) -> 
 
 def _no_state(optim_state: UnitOptimState, key: str) -> UsageError:
     assert optim_state.optimizer is not None
-    known = sorted({name for s in optim_state.optimizer.inner.state.values() for name in s})
+    state = optim_state.optimizer.inner.state
+    known = sorted(
+        {name for key, s in state.items() if isinstance(key, Tensor) for name in flat(s)}
+    )
     return UsageError(
         f"there is no optimizer state {key!r} to set; this optimizer has "
         f"{known or 'none before its first step'}."

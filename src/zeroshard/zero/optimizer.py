@@ -48,6 +48,7 @@ from zeroshard.offload.host_chunk import HostStaging
 from zeroshard.optim.fragment_norms import in_order_of_clipping
 from zeroshard.optim.fused_update import UpdateKernel
 from zeroshard.optim.kernels import deciding_options, kernel_of, steps_chunk_by_chunk
+from zeroshard.optim.state_tree import flat, nested
 from zeroshard.optim.step_hooks import has_hooks, hook_counts
 from zeroshard.zero import sharded_parameter
 from zeroshard.zero.device_update import DeviceUpdate, Part, may_update
@@ -415,19 +416,19 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ state
 
     def state_of(self, fragment: OwnedFragment) -> dict[str, Any]:
-        """The optimizer's state of one fragment; empty before the first step."""
-        return dict(self.inner.state.get(fragment.value, {}))
+        """The optimizer's state of one fragment, flat; empty before the first step."""
+        return dict(flat(self.inner.state.get(fragment.value, {})))
 
     def seat_state(
         self, chunk: OptimizerChunk, fragment: OwnedFragment, state: Mapping[str, Any]
     ) -> None:
-        """Replace the optimizer's state of one fragment; empty: as before the first step.
+        """Replace the optimizer's state of one fragment by flat ``state``; empty: as before any step.
 
         The chunk's page, if it has one, must be open.
         """
         self.inner.state.pop(fragment.value, None)
         if state:
-            self.inner.state[fragment.value] = dict(state)
+            self.inner.state[fragment.value] = nested(state)
         if chunk.page is not None:
             chunk.page.filled_nbytes = chunk.page.nbytes
 
@@ -490,7 +491,9 @@ class ShardedOptimizer:
 def _refuse_used(inner: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that has made steps: it is not known how its state would be cut."""
     used = [
-        s for s in inner.state.values() if "momentum_buffer" in s or float(s.get("step", 0)) > 0
+        s
+        for key, s in inner.state.items()
+        if isinstance(key, Tensor) and ("momentum_buffer" in s or float(s.get("step", 0)) > 0)
     ]
     if used:
         raise UsageError(

@@ -3,17 +3,19 @@
 [Note: one step in several calls]
 
 State on disk is in memory for one chunk at a time, so ``step`` has to be called for each. What an
-optimizer counts for a group (``group["k"] += 1``) or for itself (``self.count += 1``) must still advance
-once. So every call after the first starts from copies of the options and attributes of before the step,
-and at the end those of the first call are put back. A group of which the first call had no fragment keeps
-those of the first call that had one. Hooks of the program run once, before the first call and after the
-last.
+optimizer counts for a group (``group["k"] += 1``) or for itself (``self.count += 1``,
+``self.state["k"]``) must still advance once. So every call after the first starts from copies of the
+options and attributes of before the step, and at the end those of the first call are put back. A group of
+which the first call had no fragment keeps those of the first call that had one. What a dict has for a
+fragment is that of the fragment's own call. Hooks of the program run once, before the first call and
+after the last.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+import copy
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import UsageError
+from zeroshard.optim.state_tree import unkeyed
 from zeroshard.optim.step_hooks import GLOBAL_POST, GLOBAL_PRE, has_hooks, without_hooks
 
 _NOT_COUNTED = {
@@ -192,6 +195,8 @@ class _Calls:
         """After a call on ``members``."""
         now = self._counted()
         kept = self.kept = self.kept or now
+        if kept is not now:
+            _merge(kept, now, {id(value) for params in members for value in params})
         for at, params in enumerate(members):
             if params and at not in self._had:
                 self._had.add(at)
@@ -202,13 +207,14 @@ class _Calls:
         if self.kept is not None:
             self._install(self.kept)
 
-    def _owners(self) -> list[dict[str, Any]]:
-        return [vars(self._inner), *self._inner.param_groups]
+    def _owners(self) -> list[dict[Any, Any]]:
+        return [vars(self._inner), *self._inner.param_groups, self._inner.state]
 
-    def _counted(self) -> list[dict[str, Any]]:
+    def _counted(self) -> list[dict[Any, Any]]:
+        owners = self._owners()[:-1]
         return [
-            {key: value for key, value in owner.items() if _is_counted(key)}
-            for owner in self._owners()
+            *({key: value for key, value in o.items() if _is_counted(key)} for o in owners),
+            unkeyed(self._inner.state),
         ]
 
     def _install(self, values: Sequence[dict[str, Any]]) -> None:
@@ -218,7 +224,26 @@ class _Calls:
             owner.update(counted)
 
 
-def _is_counted(key: str) -> bool:
+def _merge(
+    kept: Sequence[dict[Any, Any]], now: Sequence[dict[Any, Any]], members: set[int]
+) -> None:
+    """Add the entries of dicts that a later call made for its ``members``, by tensor or by ``id``."""
+    for before, after in zip(kept, now, strict=True):
+        for name, found in after.items():
+            there = before.get(name)
+            if isinstance(found, dict) and isinstance(there, dict) and found is not there:
+                there.update(
+                    {
+                        key: item
+                        for key, item in found.items()
+                        if key not in there or (key if isinstance(key, int) else id(key)) in members
+                    }
+                )
+
+
+def _is_counted(key: Any) -> bool:
+    if not isinstance(key, str):
+        return not isinstance(key, Tensor)
     return key not in _NOT_COUNTED and not key.startswith("_optimizer_")
 
 
@@ -226,8 +251,12 @@ def _copied(value: Any) -> Any:
     """A copy of containers and tensors; parameters and other objects stay the same objects."""
     if isinstance(value, Tensor):
         return value if isinstance(value, torch.nn.Parameter) else value.clone()
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _copied(item)) for key, item in value.items())
+    if type(value) in (dict, OrderedDict, defaultdict):
+        copied = copy.copy(value)
+        copied.update((key, _copied(item)) for key, item in value.items())
+        return copied
+    if type(value) is deque:
+        return deque(map(_copied, value), value.maxlen)
     if type(value) in (list, tuple, set):
         return type(value)(map(_copied, value))
     return value

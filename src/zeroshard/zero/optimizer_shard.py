@@ -33,6 +33,7 @@ remainder would make every parameter value look valid, and edits could not be fo
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ from zeroshard.offload.tier_stores import ChunkMemory
 from zeroshard.optim import native_adam
 from zeroshard.optim.fragment_norms import norms_of
 from zeroshard.optim.fused_update import PIECE_NUMEL, sync_master_from_param
+from zeroshard.optim.state_tree import flat, replace
 from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.held_grads import HeldGrad, assigned
 from zeroshard.zero.master_piece import MasterPiece, PagedPiece
@@ -151,16 +153,12 @@ class OptimizerChunk:
 
     def adopt_state(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Move state that the optimizer allocated itself to :attr:`state_C`."""
-        for name, flat_C in self.state_C.items():
-            for fragment in self.fragments:
-                here = state.get(fragment.value, {})
-                value = here.get(name)
-                if (
-                    isinstance(value, Tensor)
-                    and value.shape == fragment.shape
-                    and not storage.is_shared(value, flat_C)
-                ):
-                    here[name] = fragment.of(flat_C).copy_(value)
+        if not self.state_C:
+            return
+        for fragment in self.fragments:
+            here = state.get(fragment.value)
+            if here:
+                _seat(here, fragment, self.state_C)
 
     def sync_edits(self) -> None:
         """Copy into the master what the program wrote into the parameter, on either device."""
@@ -370,7 +368,7 @@ class OptimizerShard:
                 yield from [chunk.master_C] if chunk.has_master else []
                 continue
             for fragment in chunk.fragments:
-                for value in state.get(fragment.value, {}).values():
+                for value in flat(state.get(fragment.value, {})).values():
                     if isinstance(value, Tensor) and value.device == self.param_R.device:
                         yield value
 
@@ -381,7 +379,7 @@ class OptimizerShard:
         for chunk in self.chunks:
             held["master", self._now("master", chunk.tier)] += chunk.master_nbytes
             for fragment in chunk.fragments:
-                for value in state.get(fragment.value, {}).values():
+                for value in flat(state.get(fragment.value, {})).values():
                     if isinstance(value, Tensor):
                         tier = self._now("optimizer", self._tier_of(chunk, value))
                         held["optimizer", tier] += value.nbytes
@@ -397,6 +395,52 @@ class OptimizerShard:
             return chunk.tier
         is_there = any(storage.is_shared(value, flat_C) for flat_C in chunk.state_C.values())
         return chunk.tier if is_there else Tier.HOST
+
+
+def _seat(here: dict[str, Any], fragment: OwnedFragment, state_C: Mapping[str, Tensor]) -> None:
+    """Move a fragment's state into ``state_C``: each tensor into the place of its name if that is free.
+
+    A queue gives a tensor another index in each step. It stays where it is, and the newest one gets the
+    place of the one that has left.
+    """
+    shaped = {
+        name: value
+        for name, value in flat(here).items()
+        if isinstance(value, Tensor)
+        and value.shape == fragment.shape
+        and (fragment.numel > 1 or name in state_C)  # of one element, a count has this shape too
+    }
+    inside = {flat_C.untyped_storage()._cdata for flat_C in state_C.values()}
+    moving = {n: v for n, v in shaped.items() if v.untyped_storage()._cdata not in inside}
+    if not moving:
+        return
+    free = {
+        name: flat_C
+        for name, flat_C in state_C.items()
+        if not any(_is_in(value, flat_C) for value in shaped.values())
+    }
+    seated = {
+        name: fragment.of(free.pop(name)).copy_(moving[name]) for name in [*moving] if name in free
+    }
+    for name in [name for name in moving if name not in seated]:
+        other = next((n for n, flat_C in free.items() if flat_C.dtype == moving[name].dtype), None)
+        if other is not None:
+            seated[name] = fragment.of(free.pop(other)).copy_(moving[name])
+        else:
+            warnings.warn(
+                f"the optimizer's state {name!r} was not there in the first steps of the probe, so no "
+                "place on disk was planned for it. It stays in memory.",
+                stacklevel=2,
+            )
+    replace(here, seated.get)
+
+
+def _is_in(value: Tensor, flat_C: Tensor) -> bool:
+    """Whether ``value`` begins inside the memory of ``flat_C``."""
+    if not storage.is_shared(value, flat_C):
+        return False
+    begin = flat_C.storage_offset() * flat_C.itemsize
+    return begin <= value.storage_offset() * value.itemsize < begin + max(1, flat_C.nbytes)
 
 
 StateDtypes = Callable[[int], Mapping[str, torch.dtype]]
