@@ -44,14 +44,15 @@ COUNTED, FAILS = "computes '.*' from many elements", "fails on a (small|piece of
 REFUSED = {
     ("schedulefree", "closure"): "AdamWScheduleFreeClosure RAdamScheduleFreeClosure "
     "SGDScheduleFreeClosure",
-    ("prodigyopt", COUNTED): "Prodigy",
+    ("prodigyopt", STATE): "Prodigy",
     ("pytorch_optimizer", SPLIT): "ASGD A2Grad AdaGC AdaShift AdaTAM Adai AdamP AdamS Aida Amos "
-    "AvaGrad DAdaptSGD Fromage Gravity LARS Lamb MARS Magma NovoGrad ROSE Ranger SCION SCIONLight "
-    "SGDP SGDSaI SPAM StableAdamW StableSPAM TAM",
+    "AvaGrad DAdaptSGD Fromage Gravity LARS Lamb MARS NovoGrad ROSE Ranger SCION SCIONLight "
+    "SGDP SGDSaI StableAdamW StableSPAM TAM",
     ("pytorch_optimizer", STATE): "AdaFactor Adalite Alice CAME Conda DASH EmoFact FlashAdamW Nero "
-    "RACS SM3 SOAP SPlus SaRA ScalableShampoo Shampoo",
+    "RACS SM3 SOAP SPAM SPlus SaRA ScalableShampoo Shampoo",
     ("pytorch_optimizer", COUNTED): "AdaNorm DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion "
     "Prodigy SWATS",
+    ("pytorch_optimizer", "wraps another optimizer"): "Magma",
     ("pytorch_optimizer", FAILS): "AdaHessian AliG LoRARite SophiaH",
     ("timm.optim", SPLIT): "AdamP Lamb Mars Muon NvNovoGrad SGDP",
     ("timm.optim", STATE): "Adafactor AdafactorBigVision",
