@@ -176,6 +176,7 @@ class Loader:
         for unit in self._local.units:
             unit.wait_for_unshard()
             unit.discard_unsharded()
+            unit.increment_versions()
             shard = self._local.shard_of(unit)
             if shard is None:
                 self._fill_plain(unit)

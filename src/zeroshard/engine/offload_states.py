@@ -50,6 +50,10 @@ that wait for ``step()``. The last names a buffer that does not exist here."""
 
 _MOVING = frozenset(KINDS)
 _CATEGORIES = {OPTIM_STATES: "optimizer", HP_PARAMS: "master"}
+HELD = (
+    "offload_states() leaves the parameters of %d units (%d bytes) where they are: the program holds "
+    "tensors that share their memory (param.data, state_dict(), the graph of a loss). Delete these first."
+)
 _OWNER = "host memory for offloaded states"
 
 
@@ -158,6 +162,8 @@ class StateOffloader:
         runtime = self._runtime
         if LP_PARAMS in kinds:
             yield LP_PARAMS, [flat for unit in runtime.units for flat in unit.offload()]
+            if held := [unit for unit in runtime.units if unit.is_aliased]:
+                logger.warning(HELD, len(held), sum(unit.full_nbytes for unit in held))
         for kind, category in _CATEGORIES.items():
             if kind in kinds and runtime.optimizer is not None:
                 yield kind, runtime.optimizer.offload(category)

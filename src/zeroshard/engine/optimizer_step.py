@@ -56,6 +56,7 @@ class Accumulation:
         self.divided: set[bool] = set()  # this step's backwards: was the loss divided before?
         self.backwards = 0  # in the current micro-batch
         self.rescale: Tensor | None = None  # of the running backward's gradients: see BackwardKind
+        self.is_dropped = False  # the program dropped all gradients, and no backward has followed
         self._has_warned = False
 
     def at_boundary(self) -> bool:
@@ -82,6 +83,7 @@ class Accumulation:
         """
         self.uncounted = self.uncounted or self.deferred > 0
         self.backwards += 1
+        self.is_dropped = False
         self.divided.add(divided)
         if self.steps > 1 and len(self.divided) > 1:
             raise UsageError(
@@ -114,7 +116,7 @@ class Accumulation:
     def restart(self) -> None:
         """Count the next micro-batch as the first of an optimizer step."""
         self.micro_steps = self.backwards = 0
-        self.uncounted = False
+        self.uncounted = self.is_dropped = False
         self.divided.clear()
 
 
@@ -166,8 +168,14 @@ class OptimizerStep:
         gathers = runtime.stage.shards_optimizer
         shards = runtime.optimizer.shards if runtime.optimizer and gathers else ()
         self._whole = [s.unit for s in shards if s.unit.resident and s.unit.comm.size > 1]
-        for unit in self._whole:
-            unit.own_uses()
+        for unit in runtime.units:
+            if unit.resident:
+                unit.own_uses()
+        self._resident = [
+            s.unit
+            for s in (runtime.optimizer.shards if runtime.optimizer else ())
+            if s.unit.resident
+        ]
         offload = settings.zero_optimization.offload_optimizer
         self._asks_norm: bool = settings.zero_optimization.compute_grad_norm
         self._is_delayed = offload is not None and offload.delayed_update
@@ -251,7 +259,7 @@ class OptimizerStep:
         """Update every unit and make the new values available. An error fails the engine for good."""
         optimizer = self._runtime.optimizer
         assert optimizer is not None
-        for unit in self._whole:
+        for unit in self._resident:
             unit.note_uses()
         updated = optimizer.update(factor, found_inf=found_inf, untouched=untouched)
         try:

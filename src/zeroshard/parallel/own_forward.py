@@ -159,6 +159,9 @@ class _OtherStage:
     def ensure_writable(self, _param: nn.Parameter, _beside: Collection[Tensor]) -> bool:
         return False
 
+    def values_version(self, _param: nn.Parameter) -> int | None:
+        return None
+
 
 def _elsewhere(like: Tensor, name: str) -> nn.Parameter:
     """A tensor without values and memory that answers for the shape, dtype and device of another one."""

@@ -115,6 +115,10 @@ class BucketedParameter:
             self.context.reopen(self.bucket, beside)
         return self.context.active
 
+    def values_version(self, param: nn.Parameter) -> int | None:
+        """See :class:`zeroshard.zero.sharded_parameter.Owner`. While a model is built, none is kept."""
+        return None
+
     def send(self, param: nn.Parameter, source: int) -> None:
         """Give all ranks the whole values of rank ``source``. Collective."""
         values = param.data.contiguous().to(self.context.device)

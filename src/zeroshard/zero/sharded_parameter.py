@@ -16,8 +16,9 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,10 @@ class Owner(Protocol):
 
         ``beside``: all tensors of the same operation. None of them may be sharded to make space.
         """
+        ...
+
+    def values_version(self, param: nn.Parameter) -> int | None:
+        """A number that changes with the parameter's values; None: it is not known."""
         ...
 
 
@@ -313,7 +318,10 @@ class ShardedParameter(nn.Parameter):
             stand_ins: dict[int, Any] = {id(param): stand_in(param) for param in away}
         # Outside the block above: backward recomputes forwards, which may read other parameters.
         args, kwargs = _replaced((args, kwargs), stand_ins)
-        return _call_read_only(func, args, kwargs, [] if asks else list(stand_ins.values()))
+        if asks:
+            return _call_read_only(func, args, kwargs, [], [])
+        sources = [_source_of(param) for param in away]
+        return _call_read_only(func, args, kwargs, list(stand_ins.values()), sources)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with the full values."""
@@ -466,13 +474,21 @@ class _OwnerOfEntry:
         """See :class:`Owner`. An entry cannot be written."""
         return False
 
+    def values_version(self, param: nn.Parameter) -> int | None:
+        """See :class:`Owner`."""
+        owner = owner_of(self.param)
+        return owner.values_version(self.param) if owner else None
+
 
 class ReadOnlyCopy(Tensor):
     """Full values of a sharded parameter, or a view of them: ``param.data`` or ``param[0]``.
 
-    In plain PyTorch a program can edit the parameter through them. Here the edit would be lost, so it
-    raises. A clone may be written.
+    In plain PyTorch a program can edit the parameter through them, and finds the new values in them after
+    a step. Here the edit would be lost and the values be old, so both raise. A clone may be written, and
+    keeps its values. ``source``: the parameter and the version of the values; None: not known.
     """
+
+    source: _Source | None = None
 
     @classmethod
     def __torch_function__(
@@ -484,22 +500,28 @@ class ReadOnlyCopy(Tensor):
             return ShardedParameter.__torch_function__(func, types, args, kwargs)
         copies = list(_tensors_in((args, kwargs), cls))
         if func not in METADATA and func not in _ADDRESSES:
+            for copy in copies:
+                _check_age(copy)
             for targets, how in _written(func, args, kwargs):
                 for copy in _tensors_in(targets, cls):
                     raise _lost_write(copy, how)
         with torch._C.DisableTorchFunctionSubclass():
-            return _call_read_only(func, args, kwargs, copies)
+            return _call_read_only(func, args, kwargs, copies, [copy.source for copy in copies])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        _check_age(self)
         return without_guard(self).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        _check_age(self)
         return without_guard(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        _check_age(self)
         return repr(without_guard(self))
 
     def __format__(self, spec: str) -> str:
+        _check_age(self)
         return format(without_guard(self), spec)
 
 
@@ -618,20 +640,60 @@ def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
     return None
 
 
-def _call_read_only(func: Any, args: Any, kwargs: Any, copies: Sequence[Tensor]) -> Any:
-    """Call ``func``. Raise if it writes into one of ``copies``, and guard results that share memory."""
+def _call_read_only(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    copies: Sequence[Tensor],
+    sources: Sequence[_Source | None],
+) -> Any:
+    """Call ``func``. Raise if it writes into one of ``copies``, and guard results that share memory.
+
+    ``sources``: of the copies.
+    """
     if func is _T.__iter__:  # the tensors that it yields must be guarded
-        return iter(_call_read_only(_T.unbind, args, kwargs, copies))
+        return iter(_call_read_only(_T.unbind, args, kwargs, copies, sources))
     before = [_version(copy) for copy in copies]
     result = func(*args, **kwargs)
     for copy, version in zip(copies, before, strict=True):
         if _version(copy) != version:
             raise _lost_write(copy, f"written by {getattr(func, '__name__', func)}")
-    addresses = {_address(copy) for copy in copies}
+    addresses = dict(zip(map(_address, copies), sources, strict=True))
     for tensor in _tensors_in(result, Tensor):
-        if type(tensor) is Tensor and _address(tensor) in addresses:
+        if type(tensor) is Tensor and (address := _address(tensor)) in addresses:
             tensor.__class__ = ReadOnlyCopy
+            assert isinstance(tensor, ReadOnlyCopy)
+            tensor.source = addresses[address]
     return result
+
+
+class _Source(NamedTuple):
+    """Whose values a copy has, and their version."""
+
+    param: weakref.ref[nn.Parameter]
+    version: int | None
+
+
+def _source_of(param: nn.Parameter) -> _Source:
+    owner = owner_of(param)
+    param = _home(param)
+    return _Source(weakref.ref(param), None if owner is None else owner.values_version(param))
+
+
+def _check_age(copy: ReadOnlyCopy) -> None:
+    """Raise if the parameter has other values by now, which an alias has in plain PyTorch."""
+    if copy.source is None or copy.source.version is None:
+        return
+    param = copy.source.param()
+    owner = None if param is None else owner_of(param)
+    now = None if param is None or owner is None else owner.values_version(param)
+    if now is not None and now != copy.source.version:
+        raise ShardedAccess(
+            f"a tensor of shape {tuple(copy.shape)} was read that was taken from a sharded parameter "
+            f"(.data, detach(), a view) before the parameter was updated. In plain PyTorch it has the "
+            "new values; here it has those of its time. Take it again from the parameter, or clone() "
+            "it at once to keep the values of that time."
+        )
 
 
 def _version(tensor: Tensor) -> int:

@@ -156,7 +156,7 @@ class Unit:
         self.optim_state: object | None = None  # an ``access.UnitOptimState``; None while frozen
         self.is_lone_read: Callable[[str], bool] = _never_lone  # asked before a read gathers
         self.pin_count = 0  # open GatheredParameters blocks; above 0 the unit is not resharded
-        self.is_aliased = False  # the program holds the storage of a resident unit; see note_uses()
+        self.is_aliased = False  # the program held a resident unit's storage when it was last asked
         self._own_uses = 0  # of a full resident unit's storage, by the engine
         self._uses_before = -1  # the update; -1: not counted
         self.fingerprint: Tensor | None = None  # of the values when GatheredParameters was entered
@@ -379,6 +379,9 @@ class Unit:
 
     def increment_versions(self) -> None:
         """Make autograd refuse graphs from before the update, as it does after any optimizer's step."""
+        if self._uses_before >= 0:
+            self._own_uses += max(0, self._count_uses() - self._uses_before)
+            self._uses_before = -1
         torch.autograd.graph.increment_version(self._versioned)
 
     def all_gather_updated(
@@ -396,9 +399,6 @@ class Unit:
         of others, in the order that their all-gathers have on every rank.
         """
         self.wait_for_unshard()  # if the unit was not used since the last update
-        if self._uses_before >= 0:
-            self._own_uses += max(0, self._count_uses() - self._uses_before)
-            self._uses_before = -1
         self.increment_versions()
         if updating is None:
             self.store.write()
@@ -482,9 +482,9 @@ class Unit:
         """Make the unit unusable until :meth:`reload`, so that its memory can leave the device.
 
         Returns the flat tensors on the device whose bytes must be kept, none if the shard is not stored
-        there. The caller copies these bytes; it may release the storages, and fills the same storages
-        again before it calls :meth:`reload`. Until then autograd refuses graphs that saved the
-        parameters.
+        there, or if the program holds its memory. The caller copies these bytes; it may release the
+        storages, and fills the same storages again before it calls :meth:`reload`. Until then autograd
+        refuses graphs that saved the parameters.
         """
         if self.state is UnitState.OFFLOADED:
             return []
@@ -492,12 +492,13 @@ class Unit:
         self.rebind_storage()
         self.reshard()
         self.store.cancel_prefetch()
+        self.is_aliased = self.resident and has_more_uses(self.storage_id, self._own_uses)
         self._versions = _unsafe_preserve_version_counter(self._versioned)
         torch.autograd.graph.increment_version(self._versioned)
         if self.resident:
             self._mark_sharded()
         self._transition(UnitState.OFFLOADED)
-        if self.store.tier is not Tier.DEVICE:
+        if self.store.tier is not Tier.DEVICE or self.is_aliased:
             return []
         self._report_shard(Tier.HOST)
         return [self.full_N if self.resident else self.shard_S]
@@ -600,6 +601,11 @@ class Unit:
         if self.resident:
             self.wait_for_unshard()
         return self.resident
+
+    def values_version(self, param: nn.Parameter) -> int | None:
+        """See :class:`zeroshard.zero.sharded_parameter.Owner` and *Versions* in [Note: units]."""
+        raised = {UnitState.FULL: 0, UnitState.OFFLOADED: 2}.get(self.state, 1)
+        return param._version - raised
 
     def close(self, *, wait: bool = True) -> None:
         """Free the memory. Resident parameters stay readable, sharded ones raise when they are read.
