@@ -262,14 +262,94 @@ def functional_call_trains_the_parameters(p: Program) -> None:
         p.step()
 
 
+class Adapted(nn.Module):
+    """Takes an inner step inside its forward. All ranks take the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        params = dict(self.net.named_parameters())
+        inner = _inner_step(self.net, params)
+        return torch.func.functional_call(self.net, inner, (x,))
+
+
+def _inner_step(module: nn.Module, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    x = torch.linspace(-1, 1, 3 * WIDTH).double().view(3, WIDTH)
+    loss = torch.func.functional_call(module, params, (x,)).square().mean()
+    grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+    return {n: q - 0.1 * g for (n, q), g in zip(params.items(), grads, strict=True)}
+
+
 @row("func.functional_call")
 def functional_call_with_an_inner_step(p: Program) -> None:
     for _ in range(2):
         _, loss = _of_program(p)
-        params = dict(p.module.named_parameters())
-        grads = torch.autograd.grad(loss(params), list(params.values()), create_graph=True)
-        inner = {n: q - 0.1 * g for (n, q), g in zip(params.items(), grads, strict=True)}
+        inner = _inner_step(p.module, dict(p.module.named_parameters()))
         loss(inner).backward()
+        p.step()
+
+
+@row("func.functional_call", make=Adapted)
+def functional_call_with_an_inner_step_in_forward(p: Program) -> None:
+    p.train(2)
+
+
+@row("func.functional_call")
+def functional_call_with_two_inner_steps(p: Program) -> None:
+    for _ in range(2):
+        _, loss = _of_program(p)
+        inner = _inner_step(p.module, dict(p.module.named_parameters()))
+        inner = _inner_step(p.module, inner)
+        (loss(inner) + p.loss()).backward()
+        p.step()
+
+
+@row("func.functional_call")
+def functional_call_of_the_model_with_parameters_of_another(p: Program) -> Any:
+    p.train()
+    torch.manual_seed(2)
+    other = Net().double()
+    x, y = p.batch()
+    prefix = "" if p.rank is None else "module."
+    params = {prefix + name: q for name, q in other.named_parameters()}
+    out = torch.func.functional_call(p.model, params, (x,))
+    nn.functional.mse_loss(p.model(x), y + out.detach()).backward()
+    p.step()
+    torch.func.functional_call(p.model, params, (x,)).mean().backward()
+    return [p.mean(q.grad) for q in other.parameters()]
+
+
+@row()
+def module_is_cloned_for_an_inner_step(p: Program) -> None:
+    """As libraries for meta-learning do it: a second tree of modules with other tensors."""
+    for at in range(2):
+        inner = _inner_step(p.module, dict(p.module.named_parameters()))
+        clone = _clone_tree(p.module, "", inner)
+        x, y = p.batch(at)
+        nn.functional.mse_loss(clone(x), y).backward()
+        p.step()
+
+
+def _clone_tree(module: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> nn.Module:
+    clone = module.__new__(type(module))
+    clone.__dict__ = dict(module.__dict__)
+    clone._parameters = {n: tensors[prefix + n] for n in module._parameters}  # type: ignore
+    clone._modules = {
+        n: _clone_tree(child, f"{prefix}{n}.", tensors)  # type: ignore[arg-type]
+        for n, child in module._modules.items()
+    }
+    return clone
+
+
+@row()
+def gradient_penalty_between_two_forwards(p: Program) -> None:
+    for at in range(2):
+        x, _ = p.batch(at)
+        x = x.clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(p.model(x).sum(), x, create_graph=True)
+        (p.loss(at) + p.loss(at + 1) + slope.square().mean()).backward()
         p.step()
 
 

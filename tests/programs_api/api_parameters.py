@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def parameter_alias_is_read_after_a_step(p: Program) -> Any:
     return kept.detach() + 0
 
 
-@row("Tensor.data")
+@row("Tensor.data", raises=r"clone\(\)", at=(3,), on=(2,))
 def parameter_data_is_kept_over_a_step(p: Program) -> Any:
     p.train()
     kept = [q.data for q in p.module.parameters()]
@@ -230,6 +231,30 @@ def gradient_of_one_parameter_is_dropped(p: Program) -> None:
     p.step()
 
 
+def _step_after(drop: Callable[[Program], Any], name: str) -> None:
+    def program(p: Program) -> None:
+        p.train()
+        p.backward(1)
+        drop(p)
+        p.step()
+        p.train(2, first=2)
+
+    row("Tensor.grad")(named(program, name))
+
+
+def _drop_each(p: Program) -> None:
+    for q in p.module.parameters():
+        q.grad = None
+
+
+_step_after(_drop_each, "gradients_are_dropped_before_a_step")
+_step_after(
+    lambda p: p.optimizer.zero_grad(), "gradients_are_dropped_by_the_optimizer_before_a_step"
+)
+_step_after(lambda p: p.module.zero_grad(), "gradients_are_dropped_by_the_module_before_a_step")
+_step_after(lambda p: p.model.zero_grad(), "gradients_are_dropped_by_the_model_before_a_step")
+
+
 @row("Tensor.grad", raises=GRADS)
 def gradient_norm_by_hand(p: Program) -> Any:
     p.backward()
@@ -329,10 +354,118 @@ def parameter_hook_after_accumulation_counts(p: Program) -> Any:
     return len(calls)
 
 
-@row("Tensor.register_post_accumulate_grad_hook", raises=GRADS, optimizer=sgd)
-def parameter_hook_after_accumulation_scales(p: Program) -> None:
+def _after_accumulation(p: Program, hook: Callable[[Tensor], Any], backwards: int = 1) -> None:
+    p.train()
     for q in p.module.parameters():
-        q.register_post_accumulate_grad_hook(lambda q: q.grad.mul_(0.5))
+        q.register_post_accumulate_grad_hook(hook)
+    for at in range(2):
+        for more in range(backwards):
+            p.backward(at + 5 * more)
+        p.step()
+
+
+def _halve(q: Tensor) -> None:
+    q.grad.mul_(0.5)
+
+
+@row("Tensor.register_post_accumulate_grad_hook", optimizer=sgd)
+def parameter_hook_after_accumulation_scales(p: Program) -> None:
+    _after_accumulation(p, _halve)
+
+
+@row("Tensor.register_post_accumulate_grad_hook", optimizer=sgd)
+def parameter_hook_after_accumulation_assigns(p: Program) -> None:
+    def halve(q: Tensor) -> None:
+        q.grad = q.grad * 0.5
+
+    _after_accumulation(p, halve)
+
+
+@row("Tensor.register_post_accumulate_grad_hook")
+def parameter_hook_after_accumulation_reads(p: Program) -> Any:
+    grads: list[Tensor] = []
+    _after_accumulation(p, lambda q: grads.append(q.grad.clone()))
+    return [p.mean(grad) for grad in grads]
+
+
+@row("Tensor.register_post_accumulate_grad_hook")
+def parameter_hook_after_accumulation_drops(p: Program) -> None:
+    def drop(q: Tensor) -> None:
+        q.grad = None
+
+    p.module.second.weight.register_post_accumulate_grad_hook(drop)
+    p.train(2)
+
+
+@row("Tensor.register_post_accumulate_grad_hook", optimizer=sgd)
+def parameter_hook_after_accumulation_of_a_penalty(p: Program) -> None:
+    """Backward reaches parameters first, and not an output of a module."""
+    for q in p.module.parameters():
+        q.register_post_accumulate_grad_hook(_halve)
+    for at in range(2):
+        loss = p.loss(at)
+        (loss + 0.1 * sum(q.square().sum() for q in p.module.parameters())).backward()
+        p.step()
+
+
+@row("Tensor.register_post_accumulate_grad_hook")
+def parameter_hook_after_accumulation_is_removed(p: Program) -> None:
+    hook = p.module.second.weight.register_post_accumulate_grad_hook(_halve)
+    p.train()
+    hook.remove()
+    p.train(2)
+
+
+@row("Tensor.register_post_accumulate_grad_hook")
+def parameter_hook_after_two_accumulations_counts(p: Program) -> Any:
+    calls: list[int] = []
+    _after_accumulation(p, lambda q: calls.append(1), backwards=2)
+    return len(calls)
+
+
+@row("Tensor.register_post_accumulate_grad_hook", raises=GRADS, optimizer=sgd)
+def parameter_hook_after_two_accumulations_scales(p: Program) -> None:
+    _after_accumulation(p, _halve, backwards=2)
+
+
+@row("Tensor.register_post_accumulate_grad_hook", raises=GRADS)
+def parameter_hook_after_two_accumulations_drops_the_second(p: Program) -> None:
+    calls: list[int] = []
+
+    def drop(q: Tensor) -> None:
+        calls.append(1)
+        if len(calls) % 2 == 0:
+            q.grad = None
+
+    p.module.second.weight.register_post_accumulate_grad_hook(drop)
+    for at in range(2):
+        p.backward(at)
+        p.backward(at + 5)
+        p.step()
+
+
+@row("Tensor.register_post_accumulate_grad_hook")
+def parameter_hook_after_two_accumulations_drops_both(p: Program) -> None:
+    def drop(q: Tensor) -> None:
+        q.grad = None
+
+    p.module.second.weight.register_post_accumulate_grad_hook(drop)
+    for at in range(2):
+        p.backward(at)
+        p.backward(at + 5)
+        p.step()
+
+
+@row("Tensor.register_post_accumulate_grad_hook", raises="engine.step|Gathered", on=(2,))
+def optimizer_steps_inside_backward(p: Program) -> None:
+    single = {q: torch.optim.SGD([q], lr=0.1) for q in p.module.parameters()}
+
+    def step(q: Tensor) -> None:
+        single[q].step()
+        single[q].zero_grad()
+
+    for q in p.module.parameters():
+        q.register_post_accumulate_grad_hook(step)
     p.train(2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 
@@ -11,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zeroshard.errors import NonFiniteError
+from zeroshard.errors import NonFiniteError, ShardedAccess
 from zeroshard.testing import on_ranks
-from zeroshard.zero import GatheredParameters
+from zeroshard.testing.ranks import run_ranks
+from zeroshard.zero import GatheredParameters, safe_set_full_fp32_param
 from zeroshard.zero.unit import Unit
 
 RUNS = 50 if os.environ.get("ZEROSHARD_TEST_ALL") else 2
@@ -56,7 +58,7 @@ def plain_losses(kind, loss_of, steps):
     model = Net(kind).double()
     optimizer = sgd(model.parameters())
     losses = []
-    for step in range(steps):
+    for step in steps:
         optimizer.zero_grad()
         loss = loss_of(model, model(batch(step)))
         loss.backward()
@@ -81,7 +83,7 @@ def mean_square(_model, output):
 
 
 def assert_plain(losses, kind=Block, loss_of=mean_square):
-    expected = plain_losses(kind, loss_of, len(losses))
+    expected = plain_losses(kind, loss_of, range(len(losses)))
     torch.testing.assert_close(torch.stack(losses), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -142,6 +144,72 @@ def test_what_public_programs_save_loads_and_is_right():
             torch.testing.assert_close(head[name[9:]], value, rtol=1e-12, atol=1e-12)
 
 
+# ---------------------------------------------------------------------- outside of blocks
+
+
+def taken_from(weight):
+    """Tensors that share the parameter's memory in plain PyTorch."""
+    return [weight.data, weight.detach(), weight[1:], weight.t(), weight.view(-1), *weight.data[:2]]
+
+
+READS = {
+    "add": lambda t: t + 1,
+    "clone": torch.clone,
+    "item": lambda t: t.sum().item(),
+    "iterate": lambda t: [*t],
+    "copy": lambda t: torch.empty(t.shape, dtype=t.dtype).copy_(t),
+    "numpy": lambda t: t.detach().numpy(),
+    "deepcopy": lambda t: copy.deepcopy(t.detach()),
+    "save": lambda t: torch.save(t.detach(), io.BytesIO()),
+    "print": lambda t: f"{t} {t!r}",
+}
+STEP = ["step", "safe_set", "edit", "load"]
+
+
+@pytest.mark.parametrize("change", STEP)
+@on_ranks(2)
+def test_a_tensor_that_is_older_than_its_parameters_values_is_not_read(change, tmp_path):
+    with open_engine(Net()) as engine:
+        weight = engine.module.blocks[1].w
+        if change == "load":
+            engine.save_checkpoint(tmp_path)
+        step_of(engine, mean_square, 0)
+        taken, cloned = taken_from(weight), weight.detach().clone()
+        for read in READS.values():
+            for tensor in taken:
+                read(tensor)
+        if change == "step":
+            step_of(engine, mean_square, 1)
+        elif change == "safe_set":
+            safe_set_full_fp32_param(weight, torch.zeros_like(weight).float())
+        elif change == "edit":
+            with torch.no_grad(), GatheredParameters(weight, modifier_rank=0):
+                weight.mul_(0.5)
+        else:
+            engine.load_checkpoint(tmp_path)
+        for name, read in READS.items():
+            for tensor in taken:
+                with pytest.raises(ShardedAccess, match=r"before the parameter was updated.*clone"):
+                    read(tensor)
+                    pytest.fail(f"{name} of a tensor {tuple(tensor.shape)}")
+        assert [tensor.shape for tensor in taken] and not torch.equal(weight, cloned)
+
+
+@on_ranks(2)
+def test_a_tensor_stays_readable_as_long_as_the_values_do_not_change():
+    with open_engine(Net()) as engine:
+        weight = engine.module.blocks[1].w
+        step_of(engine, mean_square, 0)
+        taken, values = taken_from(weight), weight.detach().clone()
+        engine(batch(1)).sum().backward()
+        with GatheredParameters(weight):
+            taken[0] + 1
+        engine.offload_states()
+        taken[0] + 1
+        engine.reload_states()
+        assert torch.equal(taken[0], values)
+
+
 # ---------------------------------------------------------------------- resident parameters
 
 
@@ -174,6 +242,44 @@ def test_aliases_have_the_new_values_when_step_returns(stage, transport, optimiz
             engine.backward(engine(batch(0)).square().mean())
             engine.step()
         assert not any(unit.is_aliased for unit in engine.runtime.units)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_aliases_stay_readable_while_states_are_offloaded(stage, ranks):
+    run_ranks(read_while_offloaded, ranks, stage)
+
+
+def read_while_offloaded(stage):
+    with open_engine(Net(), stage) as engine:
+        losses = [step_of(engine, mean_square, step) for step in range(2)]
+        alias = [p.data for p in engine.module.blocks[1].parameters()]
+        kept = engine.module.blocks[2].state_dict()
+        losses.append(step_of(engine, mean_square, 2))
+        values = [p.detach().clone() for p in engine.module.blocks[1].parameters()]
+        listed = {name: p.clone() for name, p in engine.module.blocks[2].named_parameters()}
+        engine.offload_states()
+        units = [u for u in engine.runtime.units if u.resident]
+        held = [u.name for u in units if u.full_N.untyped_storage().nbytes()]
+        if units:
+            assert {name[:8] for name in held} == {"blocks.1", "blocks.2"}
+            assert all(torch.equal(a, value) for a, value in zip(alias, values, strict=True))
+            assert all(torch.equal(kept[name], value) for name, value in listed.items())
+        else:
+            with pytest.raises(ShardedAccess, match="before the parameter was updated"):
+                alias[0] + 1
+        engine.reload_states()
+        losses.append(step_of(engine, mean_square, 3))
+        if units:
+            news = engine.module.blocks[1].parameters()
+            assert all(torch.equal(a, p) for a, p in zip(alias, news, strict=True))
+            assert not torch.equal(alias[0], values[0])
+        del alias, kept
+        engine.offload_states()
+        assert not any(u.full_N.untyped_storage().nbytes() for u in units)
+        engine.reload_states()
+        losses.append(step_of(engine, mean_square, 4))
+    assert_plain(losses)
 
 
 # ---------------------------------------------------------------------- kept by a forward
@@ -326,7 +432,7 @@ def test_every_reader_of_parameters_in_backward_gets_their_values(program, prefe
     for _ in range(RUNS):
         with open_engine(Net(kind), transport=transport, zero_optimization=zero) as engine:
             if program == "hooks aside":
-                with pytest.raises(NonFiniteError):  # the hooks gave back a parameter
+                with pytest.raises(NonFiniteError, match=r"saved_tensors_hooks .*clone"):
                     step_of(engine, loss_of, 0)
                 continue
             losses = [step_of(engine, loss_of, step) for step in range(3)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import kit
 import pytest
 import torch
@@ -134,6 +136,52 @@ def test_hooks_of_the_program_see_the_sums_that_plain_pytorch_shows(stage):
     assert len(found) == len(expected) == steps * accumulation
     for mine, plain_sum in zip(found, expected, strict=True):
         assert torch.equal(mine, plain_sum)
+
+
+def halves(param: Tensor) -> None:
+    param.grad.mul_(0.5)
+
+
+def replaces(param: Tensor) -> None:
+    param.grad = param.grad * 0.5
+
+
+def drops_every_third() -> Callable[[Tensor], None]:
+    calls: list[int] = []
+
+    def drop(param: Tensor) -> None:
+        calls.append(1)
+        if len(calls) % 3 == 2:
+            param.grad = None
+
+    return drop
+
+
+HOOKS = {"halves": lambda: halves, "replaces": lambda: replaces, "drops": drops_every_third}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(1)
+def test_hooks_of_the_program_change_the_sums_as_in_plain_pytorch(stage, hook):
+    accumulation, steps = 3, 2
+    plain, model = small_network(), small_network()
+    for network in (plain, model):
+        network[0].weight.register_post_accumulate_grad_hook(HOOKS[hook]())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for step in range(steps * accumulation):
+        (plain(batch(step)).square().sum() / accumulation).backward()
+        if (step + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    config = kit.config(stage, gradient_accumulation_steps=accumulation)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with Engine(model, config=config, optimizer=optimizer) as engine:
+        for step in range(steps * accumulation):
+            engine.backward(engine(batch(step)).square().sum())
+            engine.step()
+        for name, value in engine.iter_full_params():
+            assert torch.equal(value, plain.get_parameter(name)), name
 
 
 @on_ranks(1)

@@ -134,6 +134,7 @@ class Engine(nn.Module):
                 on_forward_begin=self._on_forward_begin,
                 on_backward_begin=self._on_backward_begin,
                 on_abandon=self._on_abandon,
+                on_dropped=self._on_dropped,
             ),
         )
         self.module = model
@@ -261,6 +262,11 @@ class Engine(nn.Module):
             logger.warning("the gradients of %d complete micro-batches of this step are lost", lost)
         self._forget_step()
 
+    def _on_dropped(self) -> None:
+        """Note that the program dropped all gradients. A step then updates nothing, as in PyTorch."""
+        self._on_abandon()
+        self.accumulation.is_dropped = True
+
     def _on_backward_begin(self, landed: bool) -> bool:
         """Whether the backward that runs is one of a micro-batch. See :class:`StepHooks`.
 
@@ -323,7 +329,7 @@ class Engine(nn.Module):
             return
         if self.runtime.optimizer is None:
             raise UsageError(NO_OPTIMIZER)
-        if not self.accumulation.divided:
+        if not self.accumulation.divided and not self.accumulation.is_dropped:
             raise UsageError(
                 "engine.step() before any backward of this step: there is no gradient. Call "
                 "engine.backward(loss) first."
@@ -558,7 +564,7 @@ class Engine(nn.Module):
         self._hooks.recover()
         self.runtime.reducer.abandon()
         if self.accumulation.micro_steps or self.accumulation.divided:
-            self._on_abandon()
+            self._on_dropped()
         self.module.zero_grad()
 
     def loader_of(self, dataset: Any, collate_fn: Callable[..., Any] | None) -> Any:

@@ -52,11 +52,13 @@ class Cause:
 
     ``parameter``: the first one in model order with such a gradient. ``ranks``: those with a loss that
     was not finite. ``saw_losses``: any rank saw its losses, because ``engine.backward`` got them.
+    ``kept``: a parameter of a module whose forward left one somewhere, so backward may read it sharded.
     """
 
     parameter: str
     ranks: tuple[int, ...]
     saw_losses: bool
+    kept: str | None = None
 
     @property
     def text(self) -> str:
@@ -69,7 +71,15 @@ class Cause:
             losses = (
                 "The losses are not known, because the program called backward() on them itself."
             )
-        return f"{losses} First bad gradient: {self.parameter}."
+        aside = ""
+        if self.kept is not None and not self.ranks:
+            aside = (
+                f" The forward of the module of {self.kept!r} kept a parameter itself. If that was by "
+                "saved_tensors_hooks of the program, which return parameters as they are, backward may "
+                "read it while it is sharded, and finds NaN: let the first hook return tensor.clone() "
+                "for parameters."
+            )
+        return f"{losses} First bad gradient: {self.parameter}.{aside}"
 
 
 class NonFinitePolicy:
@@ -156,16 +166,20 @@ def _find_cause(engine: Any) -> Cause:
     every = getattr(engine.module, "every_parameter", names)  # of all stages of a pipeline
     bad = [float(every.index(names[at])) for at, norm in norms if not norm.isfinite()]
     saw = [float(not loss.isfinite().all()) for loss in losses]
-    own = [min(bad, default=float(len(every))), float(bool(saw)), max(saw, default=0.0)]
+    none = float(len(every))
+    kept = engine._hooks.saved_views.kept
+    aside = float(every.index(kept)) if kept in every else none
+    own = [min(bad, default=none), float(bool(saw)), max(saw, default=0.0), aside]
     world = engine._watch.world
     sent = torch.tensor(own, dtype=torch.float64).to(engine.device)
     rows = world.all_gather_small(sent, name="cause of a gradient that is not finite").tolist()
-    first = int(min(row[0] for row in rows))
+    first, aside = (int(min(row[at] for row in rows)) for at in (0, 3))
     ranks = getattr(world, "ranks", range(len(rows)))
     return Cause(
         repr(every[first]) if first < len(every) else "unknown",
         tuple(rank for rank, row in zip(ranks, rows, strict=True) if row[2]),
         any(row[1] for row in rows),
+        every[aside] if aside < len(every) else None,
     )
 
 

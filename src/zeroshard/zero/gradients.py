@@ -315,7 +315,9 @@ class GradBuffer:
             UnsupportedError: it is sparse.
         """
         grad, param.grad = param.grad, None
-        if grad is None:  # a Function returned None for it: it has no gradient in this backward
+        if grad is None:  # a Function returned None for it, or a hook of the program dropped it
+            if self._lent[index]:
+                self._lent[index] = self.filled[index] = self.has_grad[index] = False
             return False
         if self._lent[index]:
             self._lent[index] = False
@@ -346,6 +348,10 @@ class GradBuffer:
         if is_last or self._waiting_numel > GROUP_NUMEL:
             self.copy_waiting()
         return is_last
+
+    def holds_more(self, index: int) -> bool:
+        """Whether the slot has a gradient of this step that is not in ``param.grad``."""
+        return self.has_grad[index] and not self._lent[index]
 
     @property
     def waiting_nbytes(self) -> int:

@@ -89,6 +89,7 @@ class HeldGrad(Tensor):
     slot: int
     edits: list[GradEdit]
     holder: weakref.ref[Holder] | None
+    refusal: UsageError | None = None  # the error for a use, if it is a special one
 
     @staticmethod
     def of(
@@ -235,6 +236,9 @@ def _grads_in(tree: Any) -> Iterator[HeldGrad]:
 
 
 def _refused(grads: Sequence[HeldGrad], what: str) -> UsageError:
+    for grad in grads:
+        if grad.refusal is not None:
+            return grad.refusal
     names = [grad.fqn for grad in grads[:3]]
     if any(grad.holder is None for grad in grads):
         return UsageError(

@@ -59,6 +59,7 @@ from zeroshard.errors import ShardedAccess, UsageError
 from zeroshard.zero import functorch, sharded_parameter
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
+from zeroshard.zero.program_hooks import ProgramHooks, has_others, put_first
 from zeroshard.zero.reduce import BackwardKind, GradReducer
 from zeroshard.zero.saved_views import SavedViews, forget_views
 
@@ -97,7 +98,8 @@ class StepHooks:
     whether the backward counts as one of a micro-batch. It is called with False when backward begins. If
     it returns False, it is called with True when a gradient is ready: ``torch.autograd.grad`` accumulates
     no gradient, so its backward does not count. ``on_abandon()`` is called when the gradients of the
-    running step were dropped.
+    running step were lost with a backward that an exception ended, ``on_dropped()`` when the program
+    dropped all of them.
 
     ``is_pipeline``: every backward is that of one forward of the root, and ``check_tree`` is called once
     per step instead of at each forward.
@@ -112,6 +114,7 @@ class StepHooks:
         on_backward_begin: Callable[[bool], bool],
         on_forward_begin: Callable[[], None],
         on_abandon: Callable[[], None],
+        on_dropped: Callable[[], None],
     ) -> None:
         self.prefetcher = prefetcher
         self.reducer = reducer
@@ -119,6 +122,7 @@ class StepHooks:
         self.on_backward_begin = on_backward_begin
         self.on_forward_begin = on_forward_begin
         self.on_abandon = on_abandon
+        self.on_dropped = on_dropped
         self.running_backward = False
         self.counted = False  # the running backward is known to be that of a micro-batch
         self.creates_graph = False
@@ -137,7 +141,7 @@ class StepHooks:
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
         # For graph nodes and parameters, which must not keep an engine alive.
         self._proxy = me = weakref.proxy(self)
-        reducer.on_dropped = lambda: me.on_abandon()  # noqa: PLW0108 - looks it up weakly
+        reducer.on_dropped = lambda: me.on_dropped()  # noqa: PLW0108 - looks it up weakly
         self.saved_views = SavedViews(
             prefetcher.wrapped_modules, lambda *read: StepHooks._before_backward(me, *read)
         )
@@ -148,6 +152,7 @@ class StepHooks:
         self._grad_hooks: list[tuple[WrappedModule, GradBuffer, int]] = []
         # By id of a buffer: the handles of its gradient hooks, and the hooks.
         self._hooks_of: dict[int, list[tuple[RemovableHandle, Callable[..., None]]]] = {}
+        self.program_hooks = ProgramHooks()
         self._record_tree()
         self.attach()
 
@@ -157,6 +162,7 @@ class StepHooks:
         """Attach all hooks, and replace those that are attached."""
         self.remove()
         self._grad_hooks.clear()
+        self.program_hooks = ProgramHooks()
         me, buffers = weakref.ref(self), self._buffers  # a model must not keep an engine alive
         for wrapped in self.prefetcher.wrapped_modules:
             before, after = self._module_hooks(wrapped)
@@ -178,7 +184,11 @@ class StepHooks:
                     for index, param in enumerate(unit.params):
                         ready = partial(_grad_ready, me, len(self._grad_hooks))
                         self._grad_hooks.append((wrapped, buffer, index))
-                        mine.append((param.register_post_accumulate_grad_hook(ready), ready))
+                        handle = param.register_post_accumulate_grad_hook(ready)
+                        mine.append((handle, ready))
+                        table = handle.hooks_dict_ref()
+                        assert table is not None
+                        self.program_hooks.add(table, handle.id, buffer, index)
                     self.on_params += [handle for handle, _ in mine]
 
     def _module_hooks(
@@ -200,7 +210,8 @@ class StepHooks:
         A hook takes two to four microseconds. Hooks of the program keep their order.
         """
         for buffer in buffers:
-            unwatched = not wanted and (buffer.lend_all() or (at_end and buffer.can_take_at_end()))
+            unwatched = not wanted and not self._is_hooked(buffer)
+            unwatched = unwatched and (buffer.lend_all() or (at_end and buffer.can_take_at_end()))
             if unwatched == buffer.is_unwatched:
                 continue
             buffer.is_unwatched = unwatched
@@ -213,8 +224,12 @@ class StepHooks:
                 elif unwatched or handle.id in table:
                     table[handle.id] = _nothing if unwatched else hook
                 else:
-                    table[handle.id] = hook
-                    table.move_to_end(handle.id, last=False)  # others were added after it
+                    put_first(table, handle.id, hook)  # others were added after it
+
+    def _is_hooked(self, buffer: GradBuffer) -> bool:
+        """Whether the program has hooks that want its gradients."""
+        tables = [(handle.hooks_dict_ref(), handle.id) for handle, _ in self._hooks_of[id(buffer)]]
+        return any(table is not None and has_others(table, own) for table, own in tables)
 
     def note_forwards(self, note: Callable[[int], None]) -> None:
         """Call ``note(place)`` before every forward of a wrapped module; places count from 1."""
@@ -291,8 +306,9 @@ class StepHooks:
     def check_tree(self) -> None:
         """Refuse parameters that came into the model after the engine was built.
 
-        They would never be reduced or updated. While gradients are disabled anything may be in the model,
-        since ``torch.func.functional_call`` puts tensors there.
+        They would never be reduced or updated. Inside ``torch.func.functional_call``, and while gradients
+        are disabled, anything may be in the model. A tensor that is no parameter may always be there:
+        nobody expects it to be trained, and it hands its gradient to what made it.
 
         Raises:
             UsageError: such a parameter is there.
@@ -309,11 +325,15 @@ class StepHooks:
             and self._modules.are_all()
         ):
             return
+        if functorch.in_functional_call():
+            return
         named = self.prefetcher.root.module.named_parameters()
         strangers = [
             name
             for name, param in named
-            if sharded_parameter.owner_of(param) is None and (param.requires_grad or not stayed)
+            if sharded_parameter.owner_of(param) is None
+            and isinstance(param, nn.Parameter)
+            and (param.requires_grad or not stayed)
         ]
         if strangers:
             raise UsageError(
@@ -321,8 +341,11 @@ class StepHooks:
                 "model after the engine was built, for instance by load_state_dict(assign=True), "
                 "pruning, resizing, a new adapter or head, or module.to('meta'). It would never "
                 "be trained. Change the model first, then build the engine; load values with "
-                "load_state_dict() inside GatheredParameters."
+                "load_state_dict() inside GatheredParameters. For a forward with other tensors, call "
+                "torch.func.functional_call."
             )
+        if not stayed:
+            return  # tensors that are no parameters, for one forward
         self._record_tree()
 
     def _after_root(
@@ -440,6 +463,8 @@ class StepHooks:
         if not self.running_backward or in_backward():
             return False
         self.running_backward = False
+        self.prefetcher.keep_for_new_graph(False)
+        self.program_hooks.end()
         self.reducer.abandon()
         self.watch_gradients(self.reducer.buffers, True)
         self.on_abandon()
@@ -456,6 +481,7 @@ class StepHooks:
             return
         self.reducer.settle(hides=True, landed=landed)
         self.running_backward = True
+        self.program_hooks.begin()
         self._is_reached = False
         self._task = graph_task()
         self.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -482,6 +508,17 @@ class StepHooks:
                 insort(self._open_calls[call.recorded_in], call, key=lambda other: other.begin)
             call.entered = call.open = True
         self.prefetcher.unshard(wrapped, forward=False, reads=wrapped.is_read_in_backward)
+
+    def _take(self, number: int) -> None:
+        """Take the gradient of a parameter out of its ``.grad``."""
+        wrapped, buffer, index = self._grad_hooks[number]
+        param = buffer.unit.params[index]
+        if number in self.program_hooks.guarded:
+            self.program_hooks.check(number, param)
+        if buffer.take_grad(index, param):
+            wrapped.missing_units -= 1
+            self._release(wrapped)  # before the reduction, which needs memory
+            self.reducer.finish_buffer(buffer)
 
     def _set_aside(self, latest: int) -> None:
         """Keep open only calls that the running backward can reach; ``latest`` is its latest forward.
@@ -549,6 +586,9 @@ class StepHooks:
     def _end_backward(self) -> None:
         if not self.running_backward:
             return
+        for number in [*self.program_hooks.late]:
+            self._take(number)
+        self.program_hooks.end()
         self.reducer.end_backward()
         if not self.is_pipeline:  # which makes its step before the program goes on
             self.reducer.show(counted=self.counted)
@@ -560,6 +600,7 @@ class StepHooks:
         if (root := self._root_call) is not None and not self.keeps_graph:
             forget_views(root.wrapped.sharded, root.saved)
             self._root_call = None
+        self.prefetcher.keep_for_new_graph(self.creates_graph)
         if not self.creates_graph:
             self.prefetcher.reshard_all()
         self.running_backward = False
@@ -568,6 +609,7 @@ class StepHooks:
         """Drop calls whose backward did not run. To be called at the end of a step."""
         self._open_calls.clear()
         self._aside.clear()
+        self.prefetcher.keep_for_new_graph(False)
         for wrapped in self.prefetcher.wrapped_modules:
             wrapped.open_calls = 0
             wrapped.running.clear()
@@ -664,15 +706,15 @@ def _grad_ready(me: weakref.ref[StepHooks], number: int, param: nn.Parameter) ->
     hooks = me()
     if hooks is None:
         raise UsageError(_ENGINE_DELETED)
-    wrapped, buffer, index = hooks._grad_hooks[number]
-    if not hooks.running_backward:
+    is_first = not hooks.running_backward
+    if is_first:
         hooks._begin_backward(param)
     if not hooks.counted:
         hooks.counted = hooks.on_backward_begin(True)
-    if buffer.take_grad(index, param):
-        wrapped.missing_units -= 1
-        hooks._release(wrapped)  # before the reduction, which needs memory
-        hooks.reducer.finish_buffer(buffer)
+    if is_first and number in hooks.program_hooks.guarded:
+        hooks.program_hooks.delay(number, param)
+    else:
+        hooks._take(number)
 
 
 def tensors_in(tree: Any) -> Iterable[Tensor]:

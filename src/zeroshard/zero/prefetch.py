@@ -30,6 +30,7 @@ class WrappedModule:
     counts_views: bool = field(init=False)  # see ``saved_views.py``
     is_read_aside: bool = False  # backward reads it, and came through none of its outputs
     numel: int = field(init=False)  # elements to gather: those of ``sharded``
+    is_in_new_graph: bool = False  # a graph that a backward recorded reads it: it stays full
     running: list[Any] = field(default_factory=list)  # calls inside forward; None: not recorded
     open_calls: int = 0  # forward calls that backward has not left yet
     trainable_units: int = field(init=False)
@@ -67,6 +68,8 @@ class WrappedModule:
                 unit.wait_for_unshard()
 
     def reshard(self) -> None:
+        if self.is_in_new_graph:
+            return
         for unit in self.sharded:
             if unit.is_allocated:
                 unit.reshard()
@@ -213,6 +216,14 @@ class Prefetcher:
             for wrapped in self._reads_ahead.values():
                 wrapped.cancel_prefetch()
             self._reads_ahead.clear()
+
+    def keep_for_new_graph(self, kept: bool) -> None:
+        """Keep what is full now until the end of the backward that reads the graph just recorded.
+
+        Forwards may come before it, as for a gradient penalty or an inner step of meta-learning.
+        """
+        for wrapped in self._sharded:
+            wrapped.is_in_new_graph = kept and not wrapped.is_sharded
 
     def _prefetch(self, wrapped: WrappedModule, forward: bool) -> None:
         place = self._places.get(id(wrapped))

@@ -15,7 +15,9 @@ saved tensor, so other modules have none.
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,6 +54,10 @@ class SavedViews:
         }
         self._of_storage: dict[int, tuple[WrappedModule, Unit]] = {}
         self._counts: dict[int, int] = {}  # views saved while a forward counts, by storage
+        self._leaves: Counter[int] = Counter()  # parameters saved while a forward counts, by module
+        # By id of a call, how many Python objects referred to its parameters before.
+        self._references: dict[int, int] = {}
+        self.kept: str | None = None  # of a module whose forward left a parameter somewhere
         self._counting: object | None = None  # the call whose hooks are on
         me = weakref.ref(self)  # a graph must not keep an engine alive
 
@@ -76,6 +82,7 @@ class SavedViews:
         """
         if not wrapped.counts_views:
             return None
+        self._references[id(call)] = _references(wrapped) - self._leaves[id(wrapped)]
         top = _top(True)
         if top is None:
             if not _autograd._saved_tensors_hooks_is_enabled():
@@ -89,7 +96,15 @@ class SavedViews:
         return [self._counts.setdefault(unit.storage_id, 0) for unit in wrapped.sharded]
 
     def end(self, wrapped: WrappedModule, call: object, before: list[int] | None) -> list[int]:
-        """Expect the views that the call has saved. Returns their numbers, by unit."""
+        """Expect the views that the call has saved. Returns their numbers, by unit.
+
+        ``kept`` becomes the name of a parameter if more refer to the call's than before: if hooks of the
+        program have kept it for backward, no hook of the engine sees when it is read.
+        """
+        references = self._references.pop(id(call), None)
+        if self.kept is None and references is not None:
+            now = _references(wrapped) - self._leaves[id(wrapped)]
+            self.kept = wrapped.sharded[0].layout.slots[0].fqn if now > references else None
         saved = []
         for at, unit in enumerate(wrapped.sharded):
             known = unit.expected_uses + unit.param_uses
@@ -120,6 +135,7 @@ class SavedViews:
             return
         self._counting = None
         self._counts.clear()
+        self._leaves.clear()
         self._of_storage.clear()
         top = _top(True)
         if top is not None and top[0] is self._pack:
@@ -137,6 +153,7 @@ class SavedViews:
                 return None
             self._counts[address] += 1
         wrapped, unit = found
+        self._leaves[id(wrapped)] += tensor.is_leaf
         return wrapped, unit, wrapped.running[-1] if wrapped.running else None
 
     def _before_read(self, wrapped: WrappedModule, unit: Unit, call: Any) -> None:
@@ -166,6 +183,10 @@ class _Packed(NamedTuple):
                 f"expected version {version} instead."
             )
         return tensor
+
+
+def _references(wrapped: WrappedModule) -> int:
+    return sum(sys.getrefcount(param) for unit in wrapped.sharded for param in unit.params)
 
 
 def forget_views(units: Sequence[Unit], saved: Sequence[int]) -> None:
