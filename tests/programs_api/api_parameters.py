@@ -255,6 +255,30 @@ _step_after(lambda p: p.module.zero_grad(), "gradients_are_dropped_by_the_module
 _step_after(lambda p: p.model.zero_grad(), "gradients_are_dropped_by_the_model_before_a_step")
 
 
+def _penalty_after_drops(of: Callable[[int], bool], name: str) -> None:
+    """A backward that reaches parameters, and no output of a module."""
+
+    def program(p: Program) -> None:
+        p.train()
+        p.backward(1)
+        for at, q in enumerate(p.module.parameters()):
+            if of(at):
+                q.grad = None
+        (0.1 * sum(q.square().sum() for q in p.module.parameters())).backward()
+        p.step()
+        p.train(1, first=2)
+
+    row("Tensor.grad")(named(program, f"penalty_after_{name}_dropped"))
+
+
+_penalty_after_drops(lambda at: False, "no_gradient_was")
+_penalty_after_drops(lambda at: True, "all_gradients_were")
+for _at in range(6):
+    _penalty_after_drops(lambda at, chosen=_at: at == chosen, f"gradient_{_at}_was")
+for _at in (0, 5):
+    _penalty_after_drops(lambda at, chosen=_at: at != chosen, f"gradients_but_{_at}_were")
+
+
 @row("Tensor.grad", raises=GRADS)
 def gradient_norm_by_hand(p: Program) -> Any:
     p.backward()

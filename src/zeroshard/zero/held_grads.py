@@ -12,9 +12,9 @@ and done to what the engine holds at the same time: they commute with the sums o
 *Reading.* The 2-norms of all stand-ins of an engine, stacked, have a norm: the global norm. This is what
 ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` compute. Every other use of values raises.
 
-*Autograd.* The stand-in is a sparse tensor without elements. So a gradient that autograd adds to it is
-the gradient itself, bit for bit, in a new dense tensor. The stand-ins are taken away when backward
-begins, which saves the copy; a gradient that comes first is right anyway.
+*Autograd.* The stand-in is a sparse tensor, which autograd does not change. The sum with a gradient is
+the gradient, and the stand-in remembers it (``was_added``): it had not been dropped. The stand-ins are
+taken away when backward begins, which saves the copy; a gradient that comes first is right anyway.
 """
 
 from __future__ import annotations
@@ -90,17 +90,17 @@ class HeldGrad(Tensor):
     edits: list[GradEdit]
     holder: weakref.ref[Holder] | None
     refusal: UsageError | None = None  # the error for a use, if it is a special one
+    was_added = False  # autograd has added a gradient to it, so it was in ``.grad`` then
 
     @staticmethod
     def of(
         tensor: Tensor, fqn: str, holder: Holder | None, slot: int, edits: list[GradEdit]
     ) -> HeldGrad:
         """The stand-in for the gradient of ``tensor``."""
-        made = torch.empty(
+        empty = torch.empty(
             tensor.shape, dtype=tensor.dtype, device=tensor.device, layout=torch.sparse_coo
         )
-        made.__class__ = HeldGrad
-        assert isinstance(made, HeldGrad)
+        made: HeldGrad = torch.Tensor._make_subclass(HeldGrad, empty)  # type: ignore[attr-defined]
         made.fqn, made.slot, made.edits = fqn, slot, edits
         made.holder = None if holder is None else weakref.ref(holder)
         return made
@@ -130,6 +130,18 @@ class HeldGrad(Tensor):
                         grad.edits.append(GradEdit(grad.slot, _WRITES[func], *args[1:]))
                     return None if isinstance(first, list) else first
         raise _refused(grads, getattr(func, "__name__", str(func)))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Autograd adds a gradient: it is the sum. Nothing else comes here."""
+        grads = [*_grads_in(args)]
+        others = [arg for arg in args if isinstance(arg, Tensor) and not isinstance(arg, HeldGrad)]
+        if func is not torch.ops.aten.add.Tensor or len(grads) != 1 or len(others) != 1:
+            raise _refused(grads, str(func))
+        grads[0].was_added = True
+        return others[0].clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HeldGrad({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -299,10 +311,6 @@ class HeldGrads:
         self.hide()
         self._tensors, self._pairs, self._shown = (), [], []
 
-    def shows(self, tensor: Tensor) -> bool:
-        """Whether the tensor is one of them, and had a stand-in."""
-        return any(other is tensor for other, _ in self._shown)
-
     def grads(self) -> list[HeldGrad]:
         """The stand-ins that are shown."""
         return [held for _, held in self._shown]
@@ -314,6 +322,7 @@ class HeldGrads:
         self._edits.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for tensor, held in self._shown:
+                held.was_added = False
                 if tensor.grad is held:
                     tensor.grad = None
         self._shown, self.shown = [], ()
@@ -332,7 +341,7 @@ class HeldGrads:
     def settle(self, landed: Tensor | None = None) -> list[GradEdit]:
         """What the program did since the last call.
 
-        ``landed``: autograd may have replaced its ``.grad`` already.
+        ``landed``: autograd has put a gradient into its ``.grad`` since.
 
         Raises:
             UsageError: the program assigned a gradient.
@@ -341,9 +350,10 @@ class HeldGrads:
             gone = [held for tensor, held in self._shown if tensor.grad is not held]
             if not gone and not self._edits:
                 return []
-            gone = [held for held in gone if self._tensors[held.slot] is not landed]
+            gone = [held for held in gone if not held.was_added]
             for held in gone:
-                if self._tensors[held.slot].grad is not None:
+                tensor = self._tensors[held.slot]
+                if tensor.grad is not None and tensor is not landed:
                     raise assigned(held.fqn)
         edits = [*self._edits, *(GradEdit(held.slot, DROP) for held in gone)]
         self._edits.clear()

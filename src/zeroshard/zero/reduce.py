@@ -230,9 +230,6 @@ class GradReducer:
                 ".grad of the model's parameters to None."
             )
         shown = sum(len(buffer.stand_ins.shown) for buffer in self.buffers)
-        unsure = landed is not None and any(
-            buffer.stand_ins.shows(landed) for buffer in self.buffers
-        )
         found = [(buffer, buffer.stand_ins.settle(landed)) for buffer in self.buffers]
         found = [(buffer, changes) for buffer, changes in found if changes]
         for buffer, changes in found:
@@ -241,7 +238,7 @@ class GradReducer:
         # By buffer: the last change of each slot.
         ends = [(buffer, {index: op for index, op, _ in changes}) for buffer, changes in found]
         cleared = sum(op in (DROP, "zero_") for _, last in ends for op in last.values())
-        if cleared and cleared == shown - unsure:
+        if cleared and cleared == shown:
             self.abandon()
             for buffer, last in ends:  # as in PyTorch, a parameter whose gradient is 0 has one
                 for index in [index for index, op in last.items() if op == "zero_"]:
@@ -249,12 +246,6 @@ class GradReducer:
             if self.on_dropped is not None:
                 self.on_dropped()
             return
-        if unsure and any(op == DROP for _, last in ends for op in last.values()):
-            raise UsageError(
-                ".grad of some parameters was set to None before a backward that does not run through "
-                "the model's output. Whether the gradient of the first parameter that it reaches was "
-                "dropped too is not known. Call engine.backward(loss) instead of loss.backward()."
-            )
         for buffer, changes in found:
             buffer.change(changes)
         if hides:
