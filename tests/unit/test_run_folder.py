@@ -67,6 +67,7 @@ RANKS = '{"ranks": [{"process": {"pid": %s}}]}'
         ("named", "no JSON", False),
         ("named", RANKS % '"x"', False),
     ],
+    ids=["a launcher", "a rank", "no launcher", "no rank", "no JSON", "no number"],
 )
 def test_a_run_of_which_a_process_lives_stays(monkeypatch, tmp_path, name, ranks, stays):
     monkeypatch.setattr(module, "default_root", lambda: tmp_path / "runs")

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -51,6 +50,7 @@ from zeroshard.launch.exit_report import (
 from zeroshard.launch.kept_exit import keep_exit
 from zeroshard.launch.leftovers import remove_recordings
 from zeroshard.launch.orphan_reaper import OrphanReaper
+from zeroshard.launch.rendezvous import OneHostRendezvous
 from zeroshard.launch.run_folder import RUN_ID_VARIABLE, attempt
 from zeroshard.launch.streams import Streams
 from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerSupervisor
@@ -255,18 +255,20 @@ class _Logs(LogsSpecs):
 
 def _make_agent(run: NodeRun, watch: _Watch, logs: _Logs) -> _Agent:
     """An agent for one attempt. It uses a free port on a single node, unless ``master_port`` is given."""
-    static = run.num_nodes > 1 or run.master_port is not None
     address = run.master_addr or "127.0.0.1"
-    parameters = RendezvousParameters(
-        backend="static" if static else "c10d",
-        endpoint=f"{address}:{run.master_port}" if static else "localhost:0",
-        run_id=f"zeroshard-{run.attempt}" if static else uuid.uuid4().hex,
-        min_nodes=run.num_nodes,
-        max_nodes=run.num_nodes,
-        local_addr=None if run.num_nodes > 1 else address,
-        timeout=900,
-        **({"rank": run.node_rank} if static else {}),
-    )
+    if run.num_nodes > 1:
+        parameters = RendezvousParameters(
+            backend="static",
+            endpoint=f"{address}:{run.master_port}",
+            run_id=f"zeroshard-{run.attempt}",
+            min_nodes=run.num_nodes,
+            max_nodes=run.num_nodes,
+            timeout=900,
+            rank=run.node_rank,
+        )
+        rendezvous = rendezvous_registry.get_rendezvous_handler(parameters)
+    else:
+        rendezvous = OneHostRendezvous(f"zeroshard-{run.attempt}", address, run.master_port or 0)
     # torch expands $-templates in arguments. Only the local rank is meant as a template.
     arguments = [argument.replace("$", "$$") for argument in run.arguments]
     if run.pass_local_rank_at is not None:
@@ -279,12 +281,12 @@ def _make_agent(run: NodeRun, watch: _Watch, logs: _Logs) -> _Agent:
         local_world_size=run.num_local,
         entrypoint=words[0],
         args=tuple(words[1:]),
-        rdzv_handler=rendezvous_registry.get_rendezvous_handler(parameters),
+        rdzv_handler=rendezvous,
         max_restarts=0,
         monitor_interval=_TICK_S,
-        master_addr=address if static else None,
+        master_addr=address,
         master_port=run.master_port,
-        local_addr=parameters.local_addr,
+        local_addr=None if run.num_nodes > 1 else address,
     )
     return _Agent(spec, logs, watch)
 

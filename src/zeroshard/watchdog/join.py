@@ -42,6 +42,7 @@ from zeroshard.comm.env import (
 )
 from zeroshard.comm.host import hung_up, open_sockets
 from zeroshard.comm.recorder import PRESENCE, recording_dir
+from zeroshard.core.listening import listening_socket
 from zeroshard.errors import LaunchError, RankLate, RankLost
 from zeroshard.launch.address import check_address
 from zeroshard.watchdog.diagnosis import Diagnosis, RankStatus, Wait, diagnose
@@ -153,9 +154,12 @@ def _store(method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
             host, port, rank_info.rank, rank_info.world_size,
             timeout_s=timeout.total_seconds(), server="" if launcher_serves_store() else "rank 0",
         )  # fmt: skip
+    # Not on all interfaces, where this machine has that address. An address may also be translated.
+    opened = listening_socket(host, port) if serves else None
     return TCPStore(
-        host, port, rank_info.world_size, serves, timeout, wait_for_workers=False, multi_tenant=True
-    )
+        host, port, rank_info.world_size, serves, timeout, wait_for_workers=False, multi_tenant=True,
+        master_listen_fd=None if opened is None else opened.detach(),
+    )  # fmt: skip
 
 
 def _master(port: int) -> str:

@@ -1,0 +1,78 @@
+"""What the launcher and its ranks open to the network."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from warm_python import run
+
+from zeroshard.core.listening import listening_socket
+
+LAUNCH = [sys.executable, "-m", "zeroshard.cli.main", "launch"]
+
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+import torch.distributed as dist
+from torch.distributed import TCPStore
+import zeroshard
+
+def listening(pid):
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(fd))
+        except OSError:
+            pass
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, = fields = line.split()
+            if state == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.append(local.split(":")[0])
+    return found
+
+if sys.argv[2] == "ours":
+    zeroshard.init_distributed()
+else:
+    dist.init_process_group("gloo")
+dist.barrier()
+store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+found = {
+    "launcher": listening(os.getppid()),
+    "rank": listening(os.getpid()),
+    "keys": store.list_keys() if hasattr(store, "list_keys") else [],
+}
+Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
+dist.barrier()
+dist.destroy_process_group()
+"""
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux")
+@pytest.mark.parametrize("joins", ["ours", "torch"])
+def test_the_store_of_one_host_is_on_its_loopback_and_holds_no_pickle(tmp_path, joins):
+    (tmp_path / "script.py").write_text(PROGRAM)
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    words = [*LAUNCH, "--nproc", "2", "script.py", str(tmp_path), joins]
+    done = run(words, cwd=tmp_path, env=env, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert len(found[0]["launcher"]) == 1
+    for rank in found:
+        assert {*rank["launcher"], *rank["rank"]} <= LOOPBACK
+        assert not [key for key in rank["keys"] if "torch.rendezvous" in key]
+
+
+def test_a_socket_listens_on_one_interface_and_only_where_it_can():
+    with listening_socket("127.0.0.1", 0) as opened:
+        address, port = opened.getsockname()
+        assert address == "127.0.0.1"
+        assert listening_socket("127.0.0.1", port) is None
+    assert listening_socket("192.0.2.1", 0) is None  # an address for documentation
+    assert listening_socket("no.such.name.invalid", 0) is None
