@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 
 import pytest
 
+from zeroshard.errors import CheckpointError
 from zeroshard.optim.state_tree import flat, grown, is_keepable, nested, replace
 
 TREES = [
@@ -53,3 +54,24 @@ def test_a_queue_of_limited_length_gets_all_its_names():
 def test_what_a_container_cannot_give_back_is_not_keepable():
     state = {"a": [None], "b": [], "c": {"x": "text"}, "d": None, "e": {object(): 1}}
     assert [n for n, v in flat(state).items() if is_keepable(n, v)] == ["d"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a@("],
+        ["a@(1,)"],
+        ["a@((),)"],
+        ["a@([],)"],
+        ["a@({'x'},)", "a"],
+        ["a@({'x'},)", "a@([0],)"],
+        ["a@([0],)", "a@(['x'],)"],
+        ["a@([0, -1],)"],
+        ["a@(" + "[" * 100_000],
+        ["a@(__import__('os'),)"],
+    ],
+    ids=lambda names: " ".join(names)[:40],
+)
+def test_names_of_a_damaged_checkpoint_are_refused(names):
+    with pytest.raises(CheckpointError, match="describe no dict, list, tuple or deque"):
+        nested(dict.fromkeys(names, 1.0))

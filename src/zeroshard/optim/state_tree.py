@@ -16,11 +16,16 @@ from typing import Any
 
 from torch import Tensor
 
+from zeroshard.errors import CheckpointError
+
 _MARK = "@("
 _KINDS = (dict, OrderedDict, list, tuple, deque)
 _KEYS = (str, int, float, bool, type(None))
 
 Path = tuple[Any, ...]
+
+_NO_NAMES = (ValueError, TypeError, LookupError, SyntaxError, RecursionError, MemoryError)
+"""What reading and building from any text may raise."""
 
 
 def flat(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -50,12 +55,26 @@ def is_keepable(name: str, value: object) -> bool:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The containers again: ``nested(flat(state)) == state``."""
+    """The containers again: ``nested(flat(state)) == state``.
+
+    Raises:
+        CheckpointError: names, which may come from a damaged checkpoint, are none of :func:`flat`.
+    """
     found: dict[str, list[tuple[Path, Any]]] = {}
-    for name, value in values.items():
-        base, path = _parsed(name)
-        found.setdefault(base, []).append((path, value))
-    return {base: _built(items) for base, items in found.items()}
+    try:
+        for name, value in values.items():
+            base, path = _parsed(name)
+            found.setdefault(base, []).append((path, value))
+        state = {base: _built(items) for base, items in found.items()}
+        if flat(state).keys() != values.keys():
+            raise ValueError("other names")
+        return state
+    except _NO_NAMES as error:
+        raise CheckpointError(
+            f"optimizer state with the names {', '.join(map(repr, values))[:200]} cannot be loaded: they "
+            "describe no dict, list, tuple or deque. The checkpoint was damaged, or written by another "
+            "program: load another one, or load it with load_optimizer_states=False."
+        ) from error
 
 
 def replace(state: dict[str, Any], change: Callable[[str, Any], Any]) -> None:
