@@ -110,6 +110,39 @@ def test_a_rank_that_the_launcher_stopped_is_not_decoded():
     assert words(-15, stopped=True) == "was stopped by the launcher"
 
 
+def trace_from(file: str, error: str, source: str = "call()") -> str:
+    return (
+        "Traceback (most recent call last):\n"
+        f'  File "train.py", line 3, in <module>\n    main()\n'
+        f'  File "{file}", line 7, in call\n    {source}\n{error}\n'
+    )
+
+
+SITE = "/venv/lib/python3.12/site-packages"
+LINK = "\nThe above exception was the direct cause of the following exception:\n\n"
+REFUSED = "ConnectionRefusedError: [Errno 111] Connection refused"
+PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [10.0.0.1]:1"
+
+
+@pytest.mark.parametrize(
+    ("trace", "lost"),
+    [
+        (trace_from("train.py", REFUSED), False),
+        (trace_from("/usr/lib/python3.12/socket.py", REFUSED), False),
+        (trace_from("train.py", "ValueError: bad", "raise ConnectionResetError('Broken pipe')"), False),
+        (trace_from(f"{SITE}/zeroshard/comm/p2p.py", REFUSED), True),
+        (trace_from(f"{SITE}/torch/distributed/rendezvous.py", REFUSED), True),
+        (trace_from(f"{SITE}/torch/autograd/graph.py", PEER), True),
+        (trace_from("train.py", PEER) + LINK + trace_from("train.py", "MyError: step failed"), True),
+        (trace_from("train.py", REFUSED) + LINK + trace_from("train.py", "MyError: no data"), False),
+    ],
+    ids=["the program's", "its library's", "in the source", "ours", "torch's", "gloo's",
+         "gloo's, wrapped", "the program's, wrapped"],
+)  # fmt: skip
+def test_a_program_has_connections_of_its_own(trace, lost):
+    assert words(1, stderr=trace).startswith("lost its peers" if lost else "raised")
+
+
 def test_the_cause_comes_first_although_the_consequence_was_earlier():
     report = build_report(
         [RankExit(0, 1, 1.0, stderr=LOST), RankExit(1, 1, 1.2, stderr=BOOM)], NOTHING

@@ -25,6 +25,10 @@ _LOST_PEER = re.compile(
     r"|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|DistNetworkError"
     r"|Socket Timeout|failed to recv|connectFullMesh"
 )
+_PYTHONS_OWN = re.compile(r"(?:Connection\w*|BrokenPipe|OS|EOF|Timeout|Interrupted)Error\b")
+"""Errors of Python's own sockets and pipes, which a program has of its own too."""
+_FRAME = re.compile(r'^ *File "([^"]+)", line', re.MULTILINE)
+_OURS = re.compile(r"[/\\](?:zeroshard|torch[/\\]distributed)[/\\]")
 _GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _WANTS_GPU = re.compile(r"support bf16/gpu|(?:fp16|bf16) mixed precision requires")
 _USE_CPU = "there is no GPU here, and the program needs one: start it with `--use_cpu true`"
@@ -102,13 +106,27 @@ def explain_exit(death: RankExit, kernel: KernelCounters) -> ExitCause:
     if death.exitcode != 1:  # an uncaught exception always ends Python with 1
         what = f"exited with code {death.exitcode}; its last traceback was {trace.headline}"
         return ExitCause(death, what, False, trace)
-    lost = _LOST_PEER.search(trace.text)
-    if lost is not None:
-        return ExitCause(death, f"lost its peers: {lost[0]} (exit code 1)", True, trace)
+    if lost := _lost_peer(trace):
+        return ExitCause(death, f"lost its peers: {lost} (exit code 1)", True, trace)
     what = f"raised {trace.headline} (exit code 1)"
     if _WANTS_GPU.search(trace.headline):
         what += f"; {_USE_CPU}"
     return ExitCause(death, what, False, trace)
+
+
+def _lost_peer(trace: Trace) -> str:
+    """What tells that another rank went away first; empty if nothing does.
+
+    Only errors count, not the lines of source that a traceback shows; those of Python's own sockets only
+    if they come from the package or from ``torch.distributed``: a program has connections of its own.
+    """
+    for block in trace.text.split("Traceback (most recent call last):"):
+        files = _FRAME.findall(block)
+        errors = "\n".join(line for line in block.splitlines() if line and not line[0].isspace())
+        lost = _LOST_PEER.search(errors)
+        if lost and (not _PYTHONS_OWN.match(errors) or not files or _OURS.search(files[-1])):
+            return lost[0]
+    return ""
 
 
 def build_report(
