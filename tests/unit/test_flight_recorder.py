@@ -21,7 +21,7 @@ from zeroshard.comm.flight_recorder import (
     read_recording,
     word_of,
 )
-from zeroshard.comm.recorder import Recorder, read_recording_file, sweep_recordings
+from zeroshard.comm.recorder import FrozenStack, Recorder, read_recording_file, sweep_recordings
 from zeroshard.watchdog.diagnosis import (
     READ,
     TORCH,
@@ -598,3 +598,14 @@ def test_a_frozen_rank_is_judged_within_its_limit(size, first_s, stopped):
             now_s += limits.tick_s
             assert now_s < 200
         assert judged_s <= limits.frozen_verdict_s + 3
+
+
+def test_no_other_user_reads_a_recording(tmp_path):
+    recorder = Recorder(recording=tmp_path / "zeroshard-a" / "0")
+    stack = FrozenStack(tmp_path / "zeroshard-a" / "process")
+    files = [*(tmp_path / "zeroshard-a").iterdir()]
+    assert len(files) == 2
+    for path in (tmp_path / "zeroshard-a", *files):
+        assert not path.stat().st_mode & 0o077, path
+    stack.close()
+    recorder.close()

@@ -13,7 +13,7 @@ from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import ExecAsRank, RunHere, RunNodes, plan_launch
 from zeroshard.launch.launcher import launch
 from zeroshard.launch.options import LaunchRequest
-from zeroshard.launch.rank_env import exported, rank_defaults
+from zeroshard.launch.rank_env import exported, rank_defaults, variables_of_behaviour
 from zeroshard.launch.remote import names_of_this_host, node_commands, ssh_words
 
 
@@ -252,3 +252,23 @@ def test_a_launcher_whose_master_has_no_address_ends_at_once(tmp_path, monkeypat
     )
     with pytest.raises(LaunchError, match="meet at host 'nowhere', port 29500, and this name"):
         launch(request)
+
+
+def test_what_is_recorded_of_the_environment_has_no_secrets():
+    env = {
+        "ZEROSHARD_PASS": "a",
+        "TORCH_DB_PASS_FILE": "b",
+        "NCCL_PASSWD": "c",
+        "TORCH_PROXY": "http://me:secret@host:8080/x",
+        "NCCL_PASSES": "3",
+        "NCCL_DEBUG": "INFO",
+        "HOME": "/h",
+    }
+    assert variables_of_behaviour(env) == {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_PASSES": "3",
+        "NCCL_PASSWD": "(hidden)",
+        "TORCH_DB_PASS_FILE": "(hidden)",
+        "TORCH_PROXY": "http://***@host:8080/x",
+        "ZEROSHARD_PASS": "(hidden)",
+    }

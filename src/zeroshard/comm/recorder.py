@@ -531,8 +531,8 @@ class FrozenStack:
 
     def __init__(self, recording: Path) -> None:
         self._path = stack_file_of(recording)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("w")
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = open(self._path, "w", opener=_for_this_user)  # noqa: SIM115
         self._owner = os.getpid()
 
     def arm(self, after_s: float) -> None:
@@ -609,11 +609,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _for_this_user(path: str, flags: int) -> int:
+    """An opener of files that no other user reads: names and lines of the program are inside."""
+    return os.open(path, flags, 0o600)
+
+
 def _open_recording(recording: Path | None, nbytes: int) -> mmap.mmap:
     if recording is None:
         return mmap.mmap(-1, nbytes)
-    recording.parent.mkdir(parents=True, exist_ok=True)
-    with recording.open("wb+") as file:
+    recording.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(recording, "wb+", opener=_for_this_user) as file:
         file.truncate(nbytes)
         return mmap.mmap(file.fileno(), nbytes)
 

@@ -35,7 +35,6 @@ from zeroshard.config.fields import (
     section_type,
     show,
 )
-from zeroshard.config.hidden import without_secrets
 from zeroshard.config.keys import ALIASES, MEANT, OFF, REFUSED, RENAMED, SURE, advice, nearest
 from zeroshard.config.params import (
     ARGUMENTS,
@@ -44,6 +43,7 @@ from zeroshard.config.params import (
     TORCH_SCHEDULERS,
     UNAVAILABLE_OPTIMIZERS,
 )
+from zeroshard.core.hidden import without_secrets
 from zeroshard.errors import ConfigError
 
 S = TypeVar("S", bound=Section)

@@ -17,7 +17,6 @@ from zeroshard.config.batch import solve_batch
 from zeroshard.config.contradictions import contradictions
 from zeroshard.config.fewer_ranks import RunBatch, keep_batch
 from zeroshard.config.fields import Section, is_auto, is_off, show
-from zeroshard.config.hidden import without_secrets
 from zeroshard.config.keys import KEYS, UNCHECKED, get, is_argument, is_misspelt
 from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.config.params import ARGUMENTS
@@ -31,6 +30,7 @@ from zeroshard.config.parse import (
     validate,
 )
 from zeroshard.config.schema import Config
+from zeroshard.core.hidden import without_secrets
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.mesh_sources import MeshSource, ResolvedMesh, resolve_mesh
 from zeroshard.core.stages import STAGES

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from zeroshard.config.hidden import HIDDEN
+from zeroshard.core.hidden import HIDDEN
 from zeroshard.core.sizes import decimal_text, mib, size_text
 from zeroshard.planner.candidates import Fit, Judged, StrategyKind
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds

@@ -1,4 +1,4 @@
-"""Hides secrets in values of a configuration that are shown."""
+"""Hides secrets in values that are shown or written: of a configuration, of the environment."""
 
 from __future__ import annotations
 
