@@ -171,9 +171,11 @@ def test_a_rank_that_is_stopped_is_silent_and_shown_with_its_last_call(live):
 
 
 def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_allowed(live):
-    """Rank 0 serves it."""
+    """The launcher serves it."""
     _, folder, _ = live
-    with stopped(_ranks_file(folder)[0]["process"]["pid"]):
+    rank = _ranks_file(folder)[0]["process"]["pid"]
+    launcher = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+    with stopped(launcher):
         code, out, _, took_s = zeroshard(folder, "stacks", "runs", "--timeout", "3")
     assert code == 0
     assert " 0 of 2 ranks answered in " in out
