@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.covering import sampled
 from warm_python import WarmPython, run
 
 pytestmark = pytest.mark.timeout(90)
@@ -448,7 +449,7 @@ def mpirun(folder, env):
     return ["--hostfile", "hosts", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
 
 
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+@pytest.mark.parametrize("kind", sampled(["openmpi", "mpich"], every=2))
 def test_ranks_of_hosts_that_mpi_started_find_each_other(launch, mpirun, kind):
     body = (
         RANK + "print(rank, *[os.environ[n] for n in ('WORLD_SIZE', 'CROSS_RANK', 'LOCAL_RANK')])"
@@ -457,7 +458,7 @@ def test_ranks_of_hosts_that_mpi_started_find_each_other(launch, mpirun, kind):
     assert (done.code, sorted(done.out.splitlines())) == (0, ["0 2 0 0", "1 2 1 0"])
 
 
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+@pytest.mark.parametrize("kind", sampled(["openmpi", "mpich"], every=2))
 def test_a_failure_ends_all_hosts_that_mpi_started(launch, mpirun, kind):
     body = WAIT.replace("import time", "import time\nif rank == 1: raise ValueError('boom')")
     done = launch(*mpirun, "--launcher", kind, "--grace-s", "0.2", body=body)

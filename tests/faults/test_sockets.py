@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.covering import sampled
 from warm_python import run
 
 from zeroshard.core.listening import listening_socket
@@ -55,7 +56,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux")
-@pytest.mark.parametrize("joins", ["ours", "torch"])
+@pytest.mark.parametrize("joins", sampled(["ours", "torch"], every=2))
 def test_the_store_of_one_host_is_on_its_loopback_and_holds_no_pickle(tmp_path, joins):
     (tmp_path / "script.py").write_text(PROGRAM)
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
