@@ -143,6 +143,10 @@ class Inquiry:
         if state == "idle" and rank not in calls.peers and base.fate(self.here)[0] != "gone":
             return RankStatus(rank, None, fate="absent", detail=_IDLE, answered=False)
         status = status_from_host(self._known(rank, calls), self.here)
+        if not calls.collective and status.flight is not None:
+            # The file has the collectives: of another sequence only step and section are true.
+            others = status.flight._replace(seq=0, waiting=0, records=())
+            status = replace(status, flight=others)
         why = why or (reason if state == "left" else None)
         if why is not None and status.fate != "stopped":
             gone = status.fate == "gone" and state != "left"
