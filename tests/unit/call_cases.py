@@ -173,7 +173,8 @@ def nothing_to_train():
 
 
 @wrong(
-    "Adafactor cannot run on sharded parameters: Adafactor keeps state 'row_var' that belongs to "
+    "Adafactor cannot run on sharded parameters: Adafactor keeps state 'row_var', which has "
+    "another shape ((128, 1) for a parameter of (128, 96)) and so belongs to "
     "no single element. With ZeRO, an optimizer updates pieces of "
     "each parameter. Use an element-wise optimizer (Adam, AdamW, SGD, Adagrad, Lion, RMSprop...), "
     "or Muon or Lamb, whose parameters are never split.",

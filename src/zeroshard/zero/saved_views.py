@@ -54,9 +54,9 @@ class SavedViews:
         }
         self._of_storage: dict[int, tuple[WrappedModule, Unit]] = {}
         self._counts: dict[int, int] = {}  # views saved while a forward counts, by storage
-        self._leaves: Counter[int] = Counter()  # parameters saved while a forward counts, by module
-        # By id of a call, how many Python objects referred to its parameters before.
-        self._references: dict[int, int] = {}
+        self._leaves: Counter[int] = Counter()  # by id, how often a parameter itself was saved
+        # By id of a call, how many Python objects referred to each of its parameters before.
+        self._references: dict[int, list[int]] = {}
         self.kept: str | None = None  # of a module whose forward left a parameter somewhere
         self._counting: object | None = None  # the call whose hooks are on
         me = weakref.ref(self)  # a graph must not keep an engine alive
@@ -82,7 +82,7 @@ class SavedViews:
         """
         if not wrapped.counts_views:
             return None
-        self._references[id(call)] = _references(wrapped) - self._leaves[id(wrapped)]
+        self._references[id(call)] = self._referring(wrapped)
         top = _top(True)
         if top is None:
             if not _autograd._saved_tensors_hooks_is_enabled():
@@ -103,8 +103,10 @@ class SavedViews:
         """
         references = self._references.pop(id(call), None)
         if self.kept is None and references is not None:
-            now = _references(wrapped) - self._leaves[id(wrapped)]
-            self.kept = wrapped.sharded[0].layout.slots[0].fqn if now > references else None
+            # One more is torch's: a tensor that its graph holds refers to its Python object.
+            more = zip(self._referring(wrapped), references, strict=True)
+            if any(now > then + 1 for now, then in more):
+                self.kept = wrapped.sharded[0].layout.slots[0].fqn
         saved = []
         for at, unit in enumerate(wrapped.sharded):
             known = unit.expected_uses + unit.param_uses
@@ -128,6 +130,11 @@ class SavedViews:
             wrapped.counts_views = wrapped.is_read_aside
             self.stop(call)
         return saved
+
+    def _referring(self, wrapped: WrappedModule) -> list[int]:
+        """How many Python objects beside our own refer to each parameter."""
+        params = (param for unit in wrapped.sharded for param in unit.params)
+        return [sys.getrefcount(param) - self._leaves[id(param)] for param in params]
 
     def stop(self, call: object | None = None) -> None:
         """Remove the hooks of ``call``; None: of any call, because an exception has ended it."""
@@ -153,7 +160,7 @@ class SavedViews:
                 return None
             self._counts[address] += 1
         wrapped, unit = found
-        self._leaves[id(wrapped)] += tensor.is_leaf
+        self._leaves[id(tensor)] += tensor.is_leaf
         return wrapped, unit, wrapped.running[-1] if wrapped.running else None
 
     def _before_read(self, wrapped: WrappedModule, unit: Unit, call: Any) -> None:
@@ -183,10 +190,6 @@ class _Packed(NamedTuple):
                 f"expected version {version} instead."
             )
         return tensor
-
-
-def _references(wrapped: WrappedModule) -> int:
-    return sum(sys.getrefcount(param) for unit in wrapped.sharded for param in unit.params)
 
 
 def forget_views(units: Sequence[Unit], saved: Sequence[int]) -> None:
