@@ -299,6 +299,20 @@ def read_kept(model):
         assert [float(kept.sum()) for kept in block.kept] == block.sums
 
 
+@torch.no_grad()
+def read_kept_after_an_update(model):
+    """A tensor on memory of a parameter has the new values, as in plain PyTorch, or refuses its use."""
+    for block in model.blocks:
+        now = [float(p.sum()) for p in (block.linear.weight, block.w[2:4], block.norm.weight)]
+        for kept, new in zip(block.kept, now, strict=True):
+            try:
+                found = float(kept.sum())
+            except ShardedAccess as error:
+                assert "before the parameter was updated" in str(error)
+            else:
+                assert found == new
+
+
 def reading(model, output):
     read_kept(model)
     return output.square().mean()
@@ -306,13 +320,13 @@ def reading(model, output):
 
 @pytest.mark.parametrize("reuse", [0, None])
 @on_ranks(2)
-def test_a_view_that_a_forward_keeps_has_the_values_of_that_forward(reuse):
+def test_a_view_that_a_forward_keeps_has_its_values_until_they_are_updated(reuse):
     zero = {} if reuse is None else {"stage3_max_reuse_distance": reuse}
     with open_engine(Net(Keeps), zero_optimization=zero) as engine:
         losses = []
         for step in range(3):
             losses.append(step_of(engine, reading, step))
-            read_kept(engine.module)
+            read_kept_after_an_update(engine.module)
             with torch.no_grad():
                 engine(batch(0))
             read_kept(engine.module)
