@@ -100,6 +100,8 @@ def cuda(monkeypatch):
         "is_available": lambda: fake.gpus > 0,
         "device_count": lambda: fake.gpus,
         "is_current_stream_capturing": lambda: False,
+        "current_stream": lambda device=None: compute,
+        "Stream": fake.stream_of,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     for name, value in {
@@ -110,8 +112,6 @@ def cuda(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.accelerator, name, value)
     monkeypatch.setattr(AcceleratorOps, "record_use", lambda ops, tensor: None)  # of the CPU here
-    monkeypatch.setattr(torch, "Stream", fake.stream_of)
-    monkeypatch.setattr(torch, "Event", FakeEvent)
     yield fake
     CUDA.pop()
 
@@ -185,7 +185,7 @@ def test_events_of_collectives_that_have_ended_are_used_again(cuda):
     recorder = Recorder()
     recorder.watch_device(ops_of(torch.device("cuda", 3)))
     item = recorder.enter(recorder.entries("x")["y"], torch.ones(1), 1, 0)
-    with mock.patch.object(torch, "Event", mock.Mock(side_effect=FakeEvent)) as made:
+    with mock.patch.object(torch.cuda, "Event", mock.Mock(side_effect=FakeEvent)) as made:
         for _ in range(3):
             for _ in range(4):
                 recorder.note_pending(item)
