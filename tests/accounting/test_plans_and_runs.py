@@ -86,6 +86,7 @@ def test_a_model_cut_over_tensor_ranks_needs_what_its_plan_says(stage, transport
         assert abs(off) <= plan_check.TOLERANCE, phase
 
 
+@pytest.mark.full  # its peak while the engine is built depends on when the collector runs
 def test_stages_of_a_pipeline_need_what_their_plans_say():
     """The table of words is tied over both stages."""
     pytest.importorskip("transformers", reason="transformers is not installed")
@@ -96,9 +97,7 @@ def test_stages_of_a_pipeline_need_what_their_plans_say():
         assert [repr(m) for m in real.messages] == [repr(m) for m in plan.messages]
         assert max(row.numel for row in plan.traffic) == 512 * 64
         for phase, off in plan_check.offs(real, plan).items():
-            # Cut layers are in cycles, which the garbage collector may free after the peak of a set-up.
-            allowed = 0.1 if phase.startswith("init") else plan_check.TOLERANCE
-            assert abs(off) <= allowed, (phase, off)
+            assert abs(off) <= plan_check.TOLERANCE, phase
 
 
 @pytest.mark.parametrize("transport", PLANNED)
