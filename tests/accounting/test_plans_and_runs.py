@@ -86,7 +86,6 @@ def test_a_model_cut_over_tensor_ranks_needs_what_its_plan_says(stage, transport
         assert abs(off) <= plan_check.TOLERANCE, phase
 
 
-@pytest.mark.full  # its peak while the engine is built depends on when the collector runs
 def test_stages_of_a_pipeline_need_what_their_plans_say():
     """The table of words is tied over both stages."""
     pytest.importorskip("transformers", reason="transformers is not installed")

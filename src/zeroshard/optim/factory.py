@@ -277,7 +277,8 @@ def probe(optimizer: Optimizer, *, dtype: torch.dtype = torch.float32) -> Probe:
     reason = ""
     with unset_fake_temporarily(), _random_untouched(device):
         places = torch.arange(12288, dtype=dtype.to_real(), device=device)
-        matrix = _of_parts(torch.sin(places), torch.cos(places), dtype).view(128, 96)
+        matrix = _wave(places, torch.sin, torch.cos, dtype).view(128, 96)
+        del places  # its memory would count to the peak of a small model
         for group in optimizer.param_groups:
             if dtype.is_complex and all(p.dtype != dtype for p in group["params"]):
                 state.append({})  # its options may be those of real parameters, such as "fused"
@@ -368,7 +369,7 @@ def _try(optimizer: Optimizer, group: Group, starts: Sequence[Tensor], at: int =
     place = torch.arange(at, at + numel, dtype=dtype.to_real(), device=starts[0].device)
     for step in range(_STEPS if steps_chunk_by_chunk(optimizer) else _STEPS_OF_UNKNOWN):
         phase = place * (0.7 + 0.2 * step)
-        gradient = _of_parts(torch.cos(phase), torch.sin(phase), dtype)
+        gradient = _wave(phase, torch.cos, torch.sin, dtype)
         for param, grad in zip(params, gradient.split([p.numel() for p in params]), strict=True):
             param.grad = grad.view_as(param)
         with without_hooks(twin):
@@ -387,8 +388,11 @@ def _try(optimizer: Optimizer, group: Group, starts: Sequence[Tensor], at: int =
     return _Trial(values, numbers, kept, _uncuttable(state, params[0].shape))
 
 
-def _of_parts(real: Tensor, imag: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.complex(real, imag) if dtype.is_complex else real
+_Wave = Callable[[Tensor], Tensor]
+
+
+def _wave(phase: Tensor, real: _Wave, imag: _Wave, dtype: torch.dtype) -> Tensor:
+    return torch.complex(real(phase), imag(phase)) if dtype.is_complex else real(phase)
 
 
 def _numbers(*owners: Mapping[str, Any]) -> set[tuple[str, str]]:
