@@ -61,6 +61,7 @@ from zeroshard.comm.flight_recorder import (
     word_of,
     word_with,
 )
+from zeroshard.core.files import is_mine
 from zeroshard.device.choice import ops_of
 from zeroshard.device.ops import DeviceOps, Event
 
@@ -571,7 +572,7 @@ def sweep_recordings(root: Path | None = None, *, older_than_s: float = 3600.0) 
     for folder in (root or recording_dir("").parent).glob("zeroshard-*"):
         with contextlib.suppress(OSError):  # another user's, or already removed
             about = folder.lstat()
-            if not stat.S_ISDIR(about.st_mode) or not _is_mine(about) or about.st_mtime > newest_s:
+            if not stat.S_ISDIR(about.st_mode) or not is_mine(about) or about.st_mtime > newest_s:
                 continue
             files = [*folder.iterdir()]
             recordings = [file for file in files if file != stack_file_of(file)]
@@ -581,14 +582,10 @@ def sweep_recordings(root: Path | None = None, *, older_than_s: float = 3600.0) 
                 folder.rmdir()
 
 
-def _is_mine(about: os.stat_result) -> bool:
-    return not hasattr(os, "getuid") or about.st_uid == os.getuid()
-
-
 def _has_ended(file: Path) -> bool:
     """Whether the file is a recording whose writer, a process of this namespace, has ended."""
     about = file.lstat()
-    if not stat.S_ISREG(about.st_mode) or not _is_mine(about):
+    if not stat.S_ISREG(about.st_mode) or not is_mine(about):
         return False
     writer = read_writer(file.read_bytes())
     if writer is None or writer.space != pid_space():

@@ -47,3 +47,8 @@ def turn_direct(fd: int) -> bool:
             direct = False
     os.ftruncate(fd, 0)
     return direct
+
+
+def is_mine(about: os.stat_result) -> bool:
+    """Whether a file or directory belongs to this process's user; True where there are no users."""
+    return not hasattr(os, "getuid") or about.st_uid == os.getuid()

@@ -22,6 +22,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from zeroshard.core.files import is_mine
+
 RUN_ID_VARIABLE = "ZEROSHARD_RUN_ID"
 """The name of the run's folder. ``zeroshard launch`` sets it for all hosts and attempts."""
 ATTEMPT_VARIABLE = "ZEROSHARD_ATTEMPT"
@@ -52,8 +54,7 @@ def _is_own(folder: Path) -> bool:
         about = folder.lstat()
     except FileNotFoundError:
         return True
-    mine = not hasattr(os, "getuid") or about.st_uid == os.getuid()
-    return stat.S_ISDIR(about.st_mode) and mine and not about.st_mode & 0o022
+    return stat.S_ISDIR(about.st_mode) and is_mine(about) and not about.st_mode & 0o022
 
 
 def new_run_id(pid: int | None = None) -> str:

@@ -154,8 +154,10 @@ def _store(method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
             host, port, rank_info.rank, rank_info.world_size,
             timeout_s=timeout.total_seconds(), server="" if launcher_serves_store() else "rank 0",
         )  # fmt: skip
-    # Not on all interfaces, where this machine has that address. An address may also be translated.
-    opened = listening_socket(host, port) if serves else None
+    # The ranks of one host need no other interface. On several hosts the name of this one may mean
+    # 127.0.1.1 here, and another address there.
+    is_one_host = rank_info.local_world_size == rank_info.world_size
+    opened = listening_socket(host, port) if serves and is_one_host else None
     return TCPStore(
         host, port, rank_info.world_size, serves, timeout, wait_for_workers=False, multi_tenant=True,
         master_listen_fd=None if opened is None else opened.detach(),
