@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from support.edge_case_models import BATCH, CASES
-from support.parity import engine_run, make_batches, reference_run
+from support.optimizer_runs import compare, offload
+from support.parity import make_batches
 
 import zeroshard
 from zeroshard.errors import UnsupportedError
@@ -151,25 +151,6 @@ def maker(package: str, name: str) -> Any:
     return make
 
 
-def offload(where: str, folder: Path, stage: int) -> dict[str, Any]:
-    if not where:
-        return {}
-    place = {"device": where} | ({"nvme_path": str(folder)} if where == "nvme" else {})
-    params = {"offload_param": place} if stage == 3 and where == "nvme" else {}
-    return {"zero_optimization": {"offload_optimizer": place, **params}}
-
-
-def compare(make: Any, world: int, folder: Path, most: float) -> None:
-    batches = make_batches(CASE, steps=STEPS, world=world)
-    wanted = reference_run(CASE, make, batches, precision="fp64").params
-    for stage, where in PLACES:
-        config = offload(where, folder, stage)
-        run = engine_run(CASE, make, batches, stage=stage, precision="fp64", config=config)
-        for name, value in wanted.items():
-            error = (run.params[name] - value).abs().max().item()
-            assert error <= most, (stage, where, name, error)
-
-
 @pytest.mark.parametrize("package", [*TRAINED, "prodigyopt"])
 def test_every_class_of_the_packages_has_a_row(package):
     found = {
@@ -188,14 +169,16 @@ def test_every_class_of_the_packages_has_a_row(package):
 
 @pytest.mark.parametrize(("package", "name"), rows(TRAINED))
 def test_an_element_wise_optimizer_gives_the_bits_of_plain_pytorch(package, name, tmp_path):
-    compare(maker(package, name), 1, tmp_path, 0.0)
+    make = maker(package, name)
+    compare(CASE, make, PLACES, tmp_path, steps=STEPS, world=1, most=0.0)
 
 
 @pytest.mark.parametrize("package", TRAINED)
 @on_ranks(2)
 def test_element_wise_optimizers_train_on_two_ranks_as_in_plain_pytorch(package, tmp_path):
     for name in [n for owner, n in rows(TRAINED) if owner == package]:
-        compare(maker(package, name), 2, tmp_path, 1e-12)
+        make = maker(package, name)
+        compare(CASE, make, PLACES, tmp_path, steps=STEPS, world=2, most=1e-12)
 
 
 def losses(engine: Any, batches: Any) -> list[float]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from loops import CASE, assert_same, data, open_engine, train, weights
-from support.parity import engine_run, make_batches, reference_run
+from support.optimizer_runs import compare, offload
 
 from zeroshard.errors import UnsupportedError
 from zeroshard.testing import on_ranks
@@ -108,37 +108,19 @@ STEPS = 5
 PLACES = [(0, ""), (1, ""), (2, ""), (3, ""), (2, "cpu"), (1, "nvme"), (3, "nvme")]
 
 
-def offload(where: str, folder: Any, stage: int) -> dict[str, Any]:
-    if not where:
-        return {}
-    place = {"device": where} | ({"nvme_path": str(folder)} if where == "nvme" else {})
-    params = {"offload_param": place} if stage == 3 and where == "nvme" else {}
-    return {"zero_optimization": {"offload_optimizer": place, **params}}
-
-
-def compare(cls: Any, world: int, folder: Any, most: float) -> None:
-    def make(named: Any) -> Any:
-        return cls([p for _, p in named])
-
-    batches = make_batches(CASE, steps=STEPS, world=world)
-    wanted = reference_run(CASE, make, batches, precision="fp64").params
-    for stage, where in PLACES:
-        config = offload(where, folder, stage)
-        run = engine_run(CASE, make, batches, stage=stage, precision="fp64", config=config)
-        for name, value in wanted.items():
-            error = (run.params[name] - value).abs().max().item()
-            assert error <= most, (stage, where, name, error)
+def maker(cls: Any) -> Any:
+    return lambda named: cls([p for _, p in named])
 
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_step_has_the_bits_of_plain_pytorch(cls, tmp_path):
-    compare(cls, 1, tmp_path, 0.0)
+    compare(CASE, maker(cls), PLACES, tmp_path, steps=STEPS, world=1, most=0.0)
 
 
 @on_ranks(2)
 def test_a_step_on_two_ranks_is_that_of_plain_pytorch(tmp_path):
     for cls in CLASSES:
-        compare(cls, 2, tmp_path, 1e-12)
+        compare(CASE, maker(cls), PLACES, tmp_path, steps=STEPS, world=2, most=1e-12)
 
 
 @pytest.mark.parametrize("cls", [Counted, Aggregated, Queued, Swapped])

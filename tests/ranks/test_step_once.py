@@ -19,6 +19,7 @@ from loops import (
     train,
     weights,
 )
+from support.optimizer_runs import offload
 from support.parity import cast_batch, cast_parameters, engine_run, make_batches, reference_run
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -117,14 +118,6 @@ PLACES = [
     (3, "cpu"),
     (3, "nvme"),
 ]
-
-
-def offload(where: str, folder: Path, stage: int) -> dict[str, Any]:
-    if not where:
-        return {}
-    place = {"device": where} | ({"nvme_path": str(folder)} if where == "nvme" else {})
-    params = {"offload_param": place} if stage == 3 and where == "nvme" else {}
-    return {"zero_optimization": {"offload_optimizer": place, **params}}
 
 
 def averaged(params: Any) -> Averaged:

@@ -113,6 +113,16 @@ def recorded(param: nn.Parameter) -> list[Tensor]:
     return seen
 
 
+def train_plainly(network: nn.Module, steps: int, accumulation: int) -> None:
+    """In PyTorch alone, with a sum of gradients over micro-batches."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+    for at in range(steps * accumulation):
+        (network(batch(at)).square().sum() / accumulation).backward()
+        if (at + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 @on_ranks(1)
 def test_hooks_of_the_program_see_the_sums_that_plain_pytorch_shows(stage):
@@ -120,12 +130,7 @@ def test_hooks_of_the_program_see_the_sums_that_plain_pytorch_shows(stage):
     accumulation, steps = 3, 2
     plain, model = small_network(), small_network()
     expected, found = recorded(plain[0].weight), recorded(model[0].weight)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    for step in range(steps * accumulation):
-        (plain(batch(step)).square().sum() / accumulation).backward()
-        if (step + 1) % accumulation == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_plainly(plain, steps, accumulation)
     config = kit.config(stage, gradient_accumulation_steps=accumulation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with Engine(model, config=config, optimizer=optimizer) as engine:
@@ -168,12 +173,7 @@ def test_hooks_of_the_program_change_the_sums_as_in_plain_pytorch(stage, hook):
     plain, model = small_network(), small_network()
     for network in (plain, model):
         network[0].weight.register_post_accumulate_grad_hook(HOOKS[hook]())
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    for step in range(steps * accumulation):
-        (plain(batch(step)).square().sum() / accumulation).backward()
-        if (step + 1) % accumulation == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_plainly(plain, steps, accumulation)
     config = kit.config(stage, gradient_accumulation_steps=accumulation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with Engine(model, config=config, optimizer=optimizer) as engine:
