@@ -103,7 +103,23 @@ class Attributed(Kept):
         return (p.grad + last) / sum(self.window)
 
 
-CLASSES = [Counted, Aggregated, Queued, Swapped, Attributed]
+class Horizon(Kept):
+    """Needs an argument of which it keeps something else."""
+
+    def __init__(self, params: Any, total_steps: int, *, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        self.rate = 1 / total_steps
+
+    def change(self, p: Any, state: Any) -> Any:
+        state["count"] = state.get("count", 0) + 1
+        return p.grad * (1 - self.rate * state["count"])
+
+
+def with_horizon(params: Any) -> Horizon:
+    return Horizon(params, 40)
+
+
+CLASSES = [Counted, Aggregated, Queued, Swapped, Attributed, with_horizon]
 STEPS = 5
 PLACES = [(0, ""), (1, ""), (2, ""), (3, ""), (2, "cpu"), (1, "nvme"), (3, "nvme")]
 
@@ -186,6 +202,15 @@ class Averages(Kept):
         return p.grad + 1e-9 * p.grad.mean()
 
 
+class Clamped(Kept):
+    """The norm reaches a parameter only when a state has grown."""
+
+    def change(self, p: Any, state: Any) -> Any:
+        curvature = state.setdefault("curvature", torch.zeros_like(p))
+        curvature.add_(1e-6 * p.grad.norm())
+        return p.grad / curvature.clamp(min=1)
+
+
 class Late(Kept):
     """Normalizes from the tenth step on."""
 
@@ -233,6 +258,7 @@ class Holed(Kept):
     ("make", "words"),
     [
         (Averages, "split in two"),
+        (Clamped, "split in two"),
         (Late, "split in two"),
         (lambda params: Optional(params, norm=torch.linalg.vector_norm), "split in two"),
         (lambda params: Optional(params, norm=lambda g: g.norm()), "split in two"),

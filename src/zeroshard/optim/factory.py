@@ -309,14 +309,14 @@ def _difference(optimizer: Optimizer, group: Group, matrix: Tensor, whole: _Tria
         both = None if steps_chunk_by_chunk(optimizer) else _try(optimizer, group, parts)
     except Exception as error:
         return f"{name} fails on a piece of a matrix: {type(error).__name__}: {error}"
-    if not torch.equal(torch.cat([first.values, second.values]), whole.values):
+    if not _equal(whole.values, first.values, second.values):
         return (
             f"{name} gives other results for a matrix that is split in two, so it needs whole "
             "parameters"
         )
     if both is None:
         return ""
-    if not torch.equal(both.values, whole.values):
+    if not _equal(whole.values, both.values):
         return (
             f"{name} gives other results for the two parts of a matrix in one group: what it counts "
             "for the group or for itself depends on how many parameters there are"
@@ -345,10 +345,11 @@ def _small_difference(optimizer: Optimizer, group: Group, matrix: Tensor) -> str
 
 @dataclass(frozen=True)
 class _Trial:
-    """After some steps: all parameters, flat; state by name; numbers of the group and the optimizer that
-    have changed, as text."""
+    """After some steps: all parameters, flat, and state of their shape by name; numbers of the group and
+    the optimizer that have changed, as text; dtypes of state. State counts too: what it adds up over many
+    elements may reach the parameters only after many steps."""
 
-    values: Tensor
+    values: dict[str, Tensor]
     numbers: set[tuple[str, str]]
     state: dict[str, torch.dtype | None]
     uncuttable: str
@@ -376,16 +377,29 @@ def _try(optimizer: Optimizer, group: Group, starts: Sequence[Tensor], at: int =
             twin.step()
     state = twin.state[params[0]]
     leaves = flat(state)
+    shape = params[0].shape
     kept: dict[str, torch.dtype | None] = {
-        name: value.dtype if isinstance(value, Tensor) and value.shape == params[0].shape else None
+        name: value.dtype if isinstance(value, Tensor) and value.shape == shape else None
         for name, value in leaves.items()
         if value is not None
     }
+    shaped = sorted(name for name, dtype in kept.items() if dtype is not None)
     filled = next((dtype for name, dtype in kept.items() if dtype and is_nested(name)), None)
     kept |= {name: filled for name in grown(kept) if name not in kept}
-    values = torch.cat([p.detach().flatten() for p in params])
+    states = [flat(twin.state[param]) for param in params]
+    values = {"": torch.cat([param.detach().flatten() for param in params])}
+    for name in shaped:
+        values[name] = torch.cat([each[name].detach().flatten() for each in states])
     numbers = _numbers(twin.param_groups[0], vars(twin), unkeyed(twin.state), leaves) - before
-    return _Trial(values, numbers, kept, _uncuttable(state, params[0].shape))
+    return _Trial(values, numbers, kept, _uncuttable(state, shape))
+
+
+def _equal(values: Mapping[str, Tensor], *parts: Mapping[str, Tensor]) -> bool:
+    """Whether ``values`` are those of the parts, one after the other. NaN equals NaN."""
+    return all(values.keys() == part.keys() for part in parts) and all(
+        torch.allclose(torch.cat([part[name] for part in parts]), whole, 0, 0, equal_nan=True)
+        for name, whole in values.items()
+    )
 
 
 _Wave = Callable[[Tensor], Tensor]
@@ -438,9 +452,20 @@ def _twin(optimizer: Optimizer, groups: Iterable[Group], *, lr: float | None = N
         if argument.default is inspect.Parameter.empty and key in attributes:
             defaults.setdefault(key, attributes[key])
     members = [{**options(group), "params": list(group["params"])} for group in groups]
-    twin = type(optimizer)(members, **options(defaults))
+    if any(_is_missing(argument, defaults) for argument in [*known.values()][1:]):
+        # Nothing tells with which arguments it was made.
+        twin: Any = object.__new__(type(optimizer))
+        Optimizer.__init__(twin, members, options(optimizer.defaults))
+    else:
+        twin = type(optimizer)(members, **options(defaults))
     vars(twin).update(copy.deepcopy(attributes))
     return twin
+
+
+def _is_missing(argument: inspect.Parameter, defaults: Group) -> bool:
+    """Whether a constructor needs an argument that is not known."""
+    named = argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY)
+    return named and argument.default is argument.empty and argument.name not in defaults
 
 
 def _is_option(key: str, value: Any) -> bool:
