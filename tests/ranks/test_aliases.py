@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import os
 
 import kit
@@ -332,6 +333,29 @@ def test_a_view_that_a_forward_keeps_has_its_values_until_they_are_updated(reuse
 
 
 @on_ranks(2)
+def test_one_line_says_that_what_a_forward_keeps_has_old_values():
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("zeroshard")
+    logger.addHandler(handler)
+    try:
+        with open_engine(Net()) as engine:
+            step_of(engine, mean_square, 0)
+            with GatheredParameters(engine.module.parameters()):
+                wanted = [param.data for param in engine.module.parameters()]
+            step_of(engine, mean_square, 1)
+        assert wanted and not lines
+        with open_engine(Net(Keeps)) as engine:
+            for step in range(2):
+                step_of(engine, mean_square, step)
+    finally:
+        logger.removeHandler(handler)
+    (line,) = lines
+    assert "shares memory with parameters of unit 'blocks." in line
+
+
+@on_ranks(2)
 def test_a_storage_that_only_the_graph_holds_is_freed():
     left = []
 
@@ -373,6 +397,32 @@ class Plain(torch.autograd.Function):
 
 def identity_hooks():
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
+class Attributes(torch.autograd.Function):
+    """Reads in backward what a program has written onto its parameter, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, x, w, bias):
+        ctx.save_for_backward(x, w, bias, w, None)
+        return x @ w + bias
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, bias, again, nothing = ctx.saved_tensors
+        assert again is w and nothing is None and isinstance(w, nn.Parameter)
+        assert w.main_grad == "of the program" and not hasattr(bias, "main_grad")
+        return grad @ w.t(), x.t() @ grad, grad.sum(0)
+
+
+class FunctionWithAttributes(Block):
+    def __init__(self):
+        super().__init__()
+        self.w.main_grad = "of the program"
+
+    def forward(self, x):
+        self.aux = Attributes.apply(x, self.w, self.norm.bias).square().mean()
+        return Attributes.apply(super().forward(x), self.w, self.norm.bias)
 
 
 class FunctionAside(Block):
@@ -427,6 +477,7 @@ def collected(_model, _output):
 
 PROGRAMS = {
     "function": (FunctionAside, with_aux),
+    "attributes": (FunctionWithAttributes, with_aux),
     "hooks aside": (HooksAside, with_aux),
     "list": (Collects, collected),
     "hooks": (Hooks, mean_square),

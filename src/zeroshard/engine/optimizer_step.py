@@ -9,6 +9,7 @@ all-gathered.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,15 @@ from zeroshard.zero.clip import (
 from zeroshard.zero.gradients import Norms
 from zeroshard.zero.reduce import BackwardKind
 from zeroshard.zero.unit import Unit
+
+logger = logging.getLogger("zeroshard")
+
+OLD_VALUES = (
+    "a forward has kept a tensor that shares memory with parameters of unit %r (as in self.kept = "
+    "self.weight[2:4]). At stage 3 such a tensor keeps its values, so from this step on it differs from "
+    "the parameter. Read the parameter itself where new values are wanted, and keep a clone() where old "
+    "ones are: that ends this message, which is not repeated for other units."
+)
 
 
 class Accumulation:
@@ -179,6 +189,7 @@ class OptimizerStep:
         offload = settings.zero_optimization.offload_optimizer
         self._asks_norm: bool = settings.zero_optimization.compute_grad_norm
         self._is_delayed = offload is not None and offload.delayed_update
+        self._told_of_old_values = False
 
     def run(self, step: int, loss: RankLoss = NO_LOSS) -> StepOutcome:
         """Do one optimizer step. ``loss``: this rank's, over the step's micro-batches.
@@ -266,6 +277,9 @@ class OptimizerStep:
             with contextlib.closing(updated):
                 for unit, pending in updated:
                     self._all_gather_updated(unit, pending)
+                    if unit.forget_left() and not self._told_of_old_values:
+                        self._told_of_old_values = True
+                        logger.warning(OLD_VALUES, unit.name)
             for unit in self._whole:
                 if unit.is_aliased:  # nothing tells when the program reads the new values
                     unit.wait_for_unshard()

@@ -148,7 +148,9 @@ class GatheredParameters:
                 if not unit.pin_count:
                     unit.fingerprint = None
                     if unit in self._opened:
-                        unit.discard_unsharded()  # edits to keep are in the shards already
+                        unit.discard_unsharded(
+                            for_keeping=True
+                        )  # edits to keep are in the shards already
 
     def _buckets(self) -> list[ParamBucket]:
         return list(dict.fromkeys(owner.bucket for _, owner in self.bucketed if owner.bucket))

@@ -11,18 +11,24 @@ In a backward, these hooks also see a read of a unit that is not full, because b
 through an output of its module: the program uses a tensor that the module did not return. The call is
 entered then. Such a module keeps its hooks in every forward. They take about ten microseconds for each
 saved tensor, so other modules have none.
+
+Torch makes another tensor of what a hook returns. An ``autograd.Function`` that has saved a parameter
+would miss its attributes (``weight.ds_status``, ``weight.main_grad``), so ``ctx.saved_tensors`` puts the
+parameter itself in its place again.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from zeroshard.memory.storage import has_more_uses, uses
 
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     Enter = Callable[["WrappedModule", Any, int], None]
 
 _autograd: Any = torch._C._autograd
+_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 _top: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
 
 
@@ -59,19 +66,23 @@ class SavedViews:
         self._references: dict[int, list[int]] = {}
         self.kept: str | None = None  # of a module whose forward left a parameter somewhere
         self._counting: object | None = None  # the call whose hooks are on
+        self._counter: WrappedModule | None = None  # its module
         me = weakref.ref(self)  # a graph must not keep an engine alive
 
         def pack(tensor: Tensor) -> _Packed:
             own = me()
             reader = None if own is None else own._reader(tensor)
             kept = tensor if tensor.is_leaf else tensor.detach()
-            return _Packed(kept, tensor._version, reader)
+            return _Packed(kept, _version(kept, reader), reader)
 
         def unpack(packed: _Packed) -> Tensor:
             own = me()
             if packed.reader is not None and own is not None:
                 own._before_read(*packed.reader)
-            return packed.checked()
+            tensor = packed.checked()
+            if isinstance(tensor, nn.Parameter):
+                _unpacked.params.append(tensor)
+            return tensor
 
         self._pack, self._unpack = pack, unpack
 
@@ -87,7 +98,7 @@ class SavedViews:
         if top is None:
             if not _autograd._saved_tensors_hooks_is_enabled():
                 return None
-            self._counting = call
+            self._counting, self._counter = call, wrapped
             _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
         elif top[0] is not self._pack:
             return None  # the program's hooks hold what is saved
@@ -140,7 +151,7 @@ class SavedViews:
         """Remove the hooks of ``call``; None: of any call, because an exception has ended it."""
         if self._counting is None or (call is not None and call is not self._counting):
             return
-        self._counting = None
+        self._counting = self._counter = None
         self._counts.clear()
         self._leaves.clear()
         self._of_storage.clear()
@@ -161,6 +172,8 @@ class SavedViews:
             self._counts[address] += 1
         wrapped, unit = found
         self._leaves[id(tensor)] += tensor.is_leaf
+        if not unit.is_full and self._counter is not None:
+            self._counter.is_read_aside = True  # it uses the parameter without its module
         return wrapped, unit, wrapped.running[-1] if wrapped.running else None
 
     def _before_read(self, wrapped: WrappedModule, unit: Unit, call: Any) -> None:
@@ -173,6 +186,39 @@ class SavedViews:
             self._enter(wrapped, call, node._sequence_nr())
 
 
+class _Unpacked(threading.local):
+    """The parameters that hooks have given to the ``ctx.saved_tensors`` that this thread reads."""
+
+    def __init__(self) -> None:
+        self.params: deque[nn.Parameter] = deque(maxlen=0)  # outside of such a read none is kept
+
+
+_unpacked = _Unpacked()
+_saved_tensors: Any = BackwardCFunction.saved_tensors
+
+
+def _with_parameters(ctx: Any) -> tuple[Tensor | None, ...]:
+    """``ctx.saved_tensors``, in which each parameter is the object that the function has saved."""
+    outer, params = _unpacked.params, deque[nn.Parameter]()
+    _unpacked.params = params
+    try:
+        tensors: tuple[Tensor | None, ...] = _saved_tensors.__get__(ctx)
+    finally:
+        _unpacked.params = outer
+    if not params:
+        return tensors
+    return tuple(
+        params.popleft() if params and _is_same(tensor, params[0]) else tensor for tensor in tensors
+    )
+
+
+def _is_same(tensor: Tensor | None, param: nn.Parameter) -> bool:
+    return tensor is not None and tensor.shape == param.shape and _is_alias_of(tensor, param)
+
+
+BackwardCFunction.saved_tensors = property(_with_parameters)  # type: ignore[assignment]
+
+
 class _Packed(NamedTuple):
     """A saved tensor, its version, and whose values it is."""
 
@@ -182,14 +228,21 @@ class _Packed(NamedTuple):
 
     def checked(self) -> Tensor:
         """The tensor, if nobody has written it: autograd compares no versions where hooks are."""
-        tensor, version = self.tensor, self.version
-        if tensor._version != version:
+        tensor, version = self.tensor, _version(self.tensor, self.reader)
+        if version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
-                f"expected version {version} instead."
+                f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {version}; "
+                f"expected version {self.version} instead."
             )
         return tensor
+
+
+def _version(tensor: Tensor, reader: tuple[WrappedModule, Unit, Any] | None) -> int:
+    """The version of the values: for a parameter it does not depend on the state of its unit."""
+    if reader is not None and isinstance(tensor, nn.Parameter):
+        return reader[1].values_version(tensor)
+    return tensor._version
 
 
 def forget_views(units: Sequence[Unit], saved: Sequence[int]) -> None:

@@ -54,6 +54,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroshard.comm.dtensors import KINDS, distributed, local_of
 from zeroshard.core.layout import Slot, UnitLayout
@@ -182,6 +183,7 @@ class Unit:
         _units.add(self)
         self.storage_ids = {self.storage_id}  # a module's units share one set
         self._has_storage = True  # False after another holder got it
+        self._left: StorageWeakRef | None = None  # what a forward left to another holder
         # Uses of the storage besides those of full parameters that do not forbid to free it.
         self.expected_uses = self._count_uses()
         self.is_allocated = True  # full_N has memory
@@ -314,12 +316,17 @@ class Unit:
         self.store.write_back(self._own_part_S, edited=edited)
         self._free_unsharded()
 
-    def discard_unsharded(self) -> None:
-        """Free the full parameters without writing back edits: the shard has the valid values."""
+    def discard_unsharded(self, *, for_keeping: bool = False) -> None:
+        """Free the full parameters without writing back edits: the shard has the valid values.
+
+        ``for_keeping``: whoever holds the storage took it to keep these values.
+        """
         if self.resident or not self.is_allocated:
             return
         self.wait_for_unshard()
         self._free_unsharded()
+        if for_keeping:
+            self._left = None
 
     def _free_unsharded(self) -> None:
         self._transition(UnitState.SHARDED)
@@ -346,11 +353,20 @@ class Unit:
 
     def _leave_storage(self) -> None:
         """Leave the storage with its values to those who hold it. The next use takes another one."""
+        self._left = StorageWeakRef(self.full_N.untyped_storage())
         for tensor in (self.full_N, self._own_part_S, *self._views):
             tensor.data = tensor.new_empty(0)
         self.storage_ids.discard(self.storage_id)
         self.storage_id = 0
         self._has_storage = False
+
+    def forget_left(self) -> bool:
+        """Whether the program still holds what a forward left to it. Then that is forgotten."""
+        if self._left is None:
+            return False
+        is_held = not self._left.expired()
+        self._left = None
+        return is_held
 
     def _take_storage(self) -> None:
         layout = self.layout
@@ -602,7 +618,7 @@ class Unit:
             self.wait_for_unshard()
         return self.resident
 
-    def values_version(self, param: nn.Parameter) -> int | None:
+    def values_version(self, param: nn.Parameter) -> int:
         """See :class:`zeroshard.zero.sharded_parameter.Owner` and *Versions* in [Note: units]."""
         raised = {UnitState.FULL: 0, UnitState.OFFLOADED: 2}.get(self.state, 1)
         return param._version - raised
