@@ -94,16 +94,6 @@ def test_scratch_lists_messages_on_their_way_and_the_fp32_gradient_of_one_unit(s
         assert updated * 4 <= ledger_nbytes <= max(updated * 4, arriving_nbytes)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@on_ranks(2)
-def test_small_buckets_bound_what_messages_need(stage):
-    config = {**stack_config(stage, reduce_bucket_size=1024), "transport": "p2p"}
-    with Engine(Stack(depth=2), config=config) as engine:
-        micro_step(engine)
-        engine.step()
-        assert engine._watch.gathers.scratch_nbytes <= 1024 * 2
-
-
 @on_ranks(1)
 def test_nothing_temporary_is_left_between_steps():
     for stage in STAGES:

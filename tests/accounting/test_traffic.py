@@ -54,12 +54,15 @@ def test_a_step_moves_as_many_elements_as_the_paper_says(stage, world):
     run_ranks(check_volume, world, stack_config(stage, stage3_max_reuse_distance=0), stage)
 
 
-@pytest.mark.parametrize("bucket", [5000, 500_000_000])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(2)
-def test_buckets_cut_messages_and_add_none(stage, bucket):
-    zero = {"stage3_max_reuse_distance": 0, "reduce_bucket_size": bucket, "overlap_comm": False}
-    check_volume(stack_config(stage, **zero), stage)
+def test_a_small_bucket_cuts_no_unit_and_costs_no_copy(stage):
+    zero = {"stage3_max_reuse_distance": 0, "reduce_bucket_size": 64}
+    with Engine(Stack(), config=stack_config(stage, **zero)) as engine:
+        recorder = engine._watch.recorder
+        assert moved(engine)["reduce_scatter"] == psi(engine)
+        calls = recorder.calls["reduce_scatter"]
+        assert calls == len(engine.runtime.units)
 
 
 @on_ranks(2)

@@ -6,12 +6,15 @@ sees each of these mistakes. The few statements that wait for another reason are
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 from ordering import Statement, removed, statements
 from scenarios import SPECIAL, Scenario, run_scenario
 from support.covering import sampled
 
 from zeroshard.testing import on_ranks
+from zeroshard.zero.unit import Unit
 
 SHOWN: list[tuple[str, str, str, Scenario]] = [
     ("checkpoint/save.py", "snapshot", "ops_of(device).synchronize",
@@ -60,11 +63,11 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
      Scenario(2, "delayed", "close_after_step")),
     ("offload/swapped_storage.py", "HostBuffer.copy_in", "ops_of(here.device).record_use",
      Scenario(3, "none", "offload_states_on_side_stream")),
-    ("zero/reduce.py", "GradReducer._drain", "handle.wait",
+    ("zero/reduce.py", "GradReducer._drain", "done.handle.wait",
      Scenario(2, "none", "plain", 4)),
     ("zero/reduce.py", "GradReducer._spread", "handle.wait",
      Scenario(0, "none", "plain", 4)),
-    ("zero/reduce.py", "GradReducer.abandon", "handle.wait",
+    ("zero/reduce.py", "GradReducer.abandon", "self._in_flight.popleft().handle.wait",
      Scenario(2, "none", "exception_in_backward", 4)),
     ("zero/unit.py", "Unit.wait_for_unshard", "handle.wait",
      Scenario(3, "none", "plain", 4)),
@@ -126,7 +129,7 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
      Scenario(3, "none", "sharded_construction", 4)),
     ("zero/param_bucket.py", "ParamBucket._gather", "comm.all_gather",
      Scenario(3, "none", "sharded_construction", 4)),
-    ("zero/reduce.py", "GradReducer._summed_over_holders", "handle.wait",
+    ("zero/reduce.py", "GradReducer._summed_over_holders", "self._reduce_scatter",
      Scenario(1, "none", "sums", 4)),
     ("zero/unit.py", "Unit.gathered_copy", "self.comm.all_gather",
      Scenario(3, "none", "gradients", 4)),
@@ -156,8 +159,6 @@ NOT_FOR_ORDER = [
     ("zero/optimizer.py", "ShardedOptimizer.update", "pending.wait",
      "The unit's parameter is in host memory, so that no copy is waited for. It raises the errors of "
      "updates."),
-    ("zero/reduce.py", "GradReducer._reduce_scatter", "handle.wait",
-     "It bounds the memory of small buckets. The end of the reduction waits for the handle again."),
 ]  # fmt: skip
 """File, function and beginning of the other statements ("": all of the file), and what they are for."""
 
@@ -200,6 +201,38 @@ FIRST_OF_FILE = {row[0]: row for row in reversed(SHOWN)}
 def test_without_it_a_mistake_is_found(row):
     *which, scenario = row
     assert any(shows_mistake(scenario, find(*which)) for _ in range(TRIES))
+
+
+class _Dropped:
+    """The handle of an all-gather for which nobody waits."""
+
+    def wait(self) -> None:
+        pass
+
+
+@contextmanager
+def dropped_when_resharded():
+    """A context in which units are freed while their all-gather runs."""
+    original = Unit.reshard
+
+    def reshard(unit):
+        if unit._handle is not None:
+            unit._handle = _Dropped()
+        original(unit)
+
+    Unit.reshard = reshard
+    try:
+        yield
+    finally:
+        Unit.reshard = original
+
+
+@on_ranks(1, group=False)
+def test_an_all_gather_that_is_dropped_is_found_beside_reductions():
+    """With one communicator for both, the wait for the next reduction would cover it."""
+    scenario = Scenario(3, "none", "exception_in_backward", 4)
+    outcome = run_scenario(scenario, without=dropped_when_resharded())
+    assert outcome.findings
 
 
 SPECIAL_SCENARIOS = sorted({row[-1] for row in SHOWN if row[-1].program in SPECIAL}, key=str)

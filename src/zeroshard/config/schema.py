@@ -195,7 +195,9 @@ class ZeroConfig(Section):
         "also parameters.",
     )
     reduce_bucket_size: Count = honour(
-        500_000_000, "Maximum number of gradient elements that are reduced together."
+        500_000_000,
+        "Maximum number of elements of a message that sums gradients over copies of parameters, on a "
+        "mesh. The gradients of a unit are reduced together, from the memory that they have.",
     )
     overlap_comm: Flag | None = honour(
         None,
@@ -321,7 +323,8 @@ class Config(Section):
     )
     units: TextsOrAuto = honour(
         "auto",
-        "Modules to wrap: globs on their names or class names. auto: ZeroShard chooses them.",
+        "Modules to wrap: globs on their names or class names; large single modules beside them, such as "
+        "embeddings, are wrapped too. auto: ZeroShard chooses them.",
     )
     unit_max_numel: Count = honour(64 * 2**20, "Units with more elements are split.")
     unit_min_numel: Natural = honour(256 * 2**10, "Units with fewer elements are merged.")

@@ -611,7 +611,6 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
         buffers,
         eager=stage.shards_grads and frame.traffic.reduce == "micro_batch",
         whole=not stage.shards_optimizer,
-        bucket_numel=zero.reduce_bucket_size,
         in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
         predivide=predivide(
             frame.config,

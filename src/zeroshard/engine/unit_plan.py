@@ -252,10 +252,12 @@ def plan_wrapping(
 ) -> list[WrapPlan]:
     """The modules to wrap, in order of registration, the root last.
 
-    ``units``: ``"auto"``, or patterns of names or class names of modules to wrap. ``max_numel`` and
-    ``min_numel``: larger blocks are split into their children, and smaller ones are gathered with the
-    enclosing wrapped module. ``conditional``: modules that only some ranks run. Their parameters belong
-    to the enclosing wrapped module, which every rank runs. ``leaves``: modules that are never split.
+    ``units``: ``"auto"``, or patterns of names or class names of modules to wrap, beside which large
+    single modules are wrapped: what belongs to the root is gathered before anything runs, and stays.
+    ``max_numel`` and ``min_numel``: larger blocks are split into their children, and smaller ones are
+    gathered with the enclosing wrapped module. ``conditional``: modules that only some ranks run. Their
+    parameters belong to the enclosing wrapped module, which every rank runs. ``leaves``: modules that
+    are never split.
 
     A parameter shared by several modules belongs to their lowest common ancestor that is wrapped.
 
@@ -277,6 +279,11 @@ def plan_wrapping(
     else:
         patterns = [units] if isinstance(units, str) else list(units)
         chosen = tree.matching(patterns, "units")
+        chosen |= {
+            fqn
+            for fqn, numel in tree.numel.items()
+            if numel >= min_numel and tree.is_single(fqn) and not _nearest(fqn, chosen)
+        }
     inside = {fqn for fqn in tree.modules if any(_is_below(fqn, s) for s in skipped)}
     chosen -= inside | {""}
 
@@ -312,6 +319,10 @@ class _Tree:
         for name, _ in self.modules[fqn].named_children():
             if prefix + name in self.modules:  # a second registration of a module is not a child
                 yield prefix + name
+
+    def is_single(self, fqn: str) -> bool:
+        """Whether all parameters of the module are its own, such as those of an embedding."""
+        return not any(self.numel[child] for child in self.children(fqn))
 
     def matching(self, patterns: Sequence[str], key: str, *, required: bool = True) -> set[str]:
         found: set[str] = set()
@@ -350,10 +361,9 @@ def _auto_wrapping(
         for child in children:
             numel = tree.numel[child]
             is_block = is_list and repeated[type(tree.modules[child]).__name__] > 1
-            is_single = not any(tree.numel[c] for c in tree.children(child))
             if numel < min_numel:
                 continue
-            if child in leaf or is_single or (is_block and numel <= max_numel):
+            if child in leaf or tree.is_single(child) or (is_block and numel <= max_numel):
                 yield child
             elif is_block:
                 yield child  # for parameters that its children do not hold

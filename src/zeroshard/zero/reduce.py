@@ -39,7 +39,7 @@ MAX_IN_FLIGHT = 2
 
 class _InFlight(NamedTuple):
     buffer: GradBuffer
-    handles: list[Handle]
+    handle: Handle
     grads_N: Tensor  # the input: its memory must live until the reduction has ended
     result_S: Tensor
 
@@ -58,9 +58,8 @@ class GradReducer:
     """Reduces buffers during backward, the last one of forward first.
 
     ``eager``: reduce after every backward (stages 2 and 3). Otherwise the local sum is reduced once, at
-    the accumulation boundary. ``bucket_numel``: at most this many elements per reduce-scatter
-    (``reduce_bucket_size``), rounded up to a multiple of 64 per rank. ``predivide``: local gradients are
-    divided by this before the reduction (``prescale_gradients``, ``gradient_predivide_factor``).
+    the accumulation boundary. ``predivide``: local gradients are divided by this before the
+    reduction (``prescale_gradients``, ``gradient_predivide_factor``).
     ``whole``: every rank needs the whole reduced gradient (stage 0). ``in_flight_limit``: the largest
     number of reductions in flight; with 0 backward waits for each of them. ``copy_sums``: add gradients
     over ranks that hold the same parts.
@@ -70,7 +69,6 @@ class GradReducer:
     _: KW_ONLY
     eager: bool
     whole: bool
-    bucket_numel: int
     in_flight_limit: int
     predivide: float = 1.0
     copy_sums: Sequence[CopySums] = ()
@@ -160,34 +158,21 @@ class GradReducer:
             result_S = grads_N.new_empty(layout.shard_numel)
         else:  # grads_N is kept
             result_S = grads_N[slice(*layout.shard_range(buffer.comm.rank))]
-        handles = self._reduce_scatter(buffer, result_S, grads_N)
-        self._in_flight.append(_InFlight(buffer, handles, grads_N, result_S))
+        handle = self._reduce_scatter(buffer, result_S, grads_N)
+        self._in_flight.append(_InFlight(buffer, handle, grads_N, result_S))
         buffer.begin_reduction(grads_N, result_S)
         self._drain(self.in_flight_limit)
 
-    def _reduce_scatter(
-        self, buffer: GradBuffer, target_S: Tensor, grads_N: Tensor
-    ) -> list[Handle]:
-        comm, name = buffer.comm, buffer.unit.name
-        target_S, grads_N = real_view(target_S), real_view(grads_N)
-        size, shard_numel = comm.size, target_S.numel()
-        columns = max(64, -(-self.bucket_numel // size // 64) * 64)
-        if columns >= shard_numel:
-            return [comm.reduce_scatter(target_S, grads_N, name=name)]
-        handles: list[Handle] = []
-        grads_WS = grads_N.view(size, shard_numel)
-        for at in range(0, shard_numel, columns):
-            bucket = grads_WS[:, at : at + columns].contiguous().view(-1)
-            with buffer.ledger.lend("bucket", bucket.nbytes):
-                handle = comm.reduce_scatter(target_S[at : at + columns], bucket, name=name)
-                handle.wait()  # small buckets bound memory, so one at a time
-        return handles
+    def _reduce_scatter(self, buffer: GradBuffer, target_S: Tensor, grads_N: Tensor) -> Handle:
+        """Start the sum over ranks. A part of it would have to be copied first, and waited for."""
+        return buffer.comm.reduce_scatter(
+            real_view(target_S), real_view(grads_N), name=buffer.unit.name
+        )
 
     def _drain(self, keep: int) -> None:
         while len(self._in_flight) > keep:
             done = self._in_flight.popleft()
-            for handle in done.handles:
-                handle.wait()
+            done.handle.wait()
             done.buffer.end_reduction(
                 done.grads_N,
                 done.result_S,
@@ -340,8 +325,7 @@ class GradReducer:
         real_view(grads_N).div_(self.predivide)
         grads_N = grads_N.to(row.reduce)
         sum_S = torch.empty(layout.shard_numel, dtype=row.reduce, device=grads_N.device)
-        for handle in self._reduce_scatter(buffer, sum_S, grads_N):
-            handle.wait()
+        self._reduce_scatter(buffer, sum_S, grads_N).wait()
         before_S = buffer.peek()
         return sum_S if before_S is None else before_S + sum_S
 
@@ -351,8 +335,7 @@ class GradReducer:
         Waits for reductions in flight.
         """
         while self._in_flight:
-            for handle in self._in_flight.popleft().handles:
-                handle.wait()
+            self._in_flight.popleft().handle.wait()
         self.reset()
 
     def close(self, *, wait: bool = True) -> None:
