@@ -21,6 +21,7 @@ from zeroshard.engine.build import gathers_while_reducing
 from zeroshard.errors import ConfigError, LaunchError, RankMismatch, UsageError
 from zeroshard.testing.ranks import on_ranks
 from zeroshard.watchdog import session, session_opener
+from zeroshard.watchdog.rank_status import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -116,6 +117,38 @@ def test_a_communicator_on_a_device_connects_at_once_and_counts_the_memory_that_
         comm = make_comm(device=CUDA)
     assert made["device_id"] == CUDA
     assert comm.scratch_nbytes == 600
+
+
+@pytest.mark.parametrize(("backend", "count"), [("nccl", 2), ("gloo", 1)])
+@on_ranks(2)
+def test_on_a_mesh_each_purpose_has_a_process_group_of_its_own_on_a_device(backend, count):
+    """Collectives of one NCCL communicator share a stream, so gathers would wait for reductions."""
+    made, opened = [], []
+
+    def new_group(ranks, *, device_id, **options):
+        made.append((ranks, device_id))
+        return dist.distributed_c10d._get_default_group()
+
+    def make_comm(*, purpose, **options):
+        opened.append(purpose)
+        return mock.Mock(queues_on_device=backend == "nccl")
+
+    rank = dist.get_rank()
+    peer = Peer(rank, mock.Mock(), "")
+    ranks = session_opener.SetUpRanks((0, 1), rank, 1, "initialize", WatchdogSettings(), None)
+    opener = session_opener.SessionOpener(ranks, {rank: peer}, "auto", CUDA, mock.Mock(), None)
+    kind = session_opener.GroupKind("holders", [(0,), (1,)])
+    with (
+        mock.patch("zeroshard.comm.connect._backend_for", lambda group, kind: backend),
+        mock.patch("zeroshard.watchdog.session_opener.dist.new_group", new_group),
+        mock.patch("zeroshard.watchdog.session_opener.make_comm", make_comm),
+    ):
+        comms = opener.open_group(kind, ("gathers", "reductions"))
+    assert len({id(comm) for comm in comms}) == count
+    assert opened == ["holders gathers", "holders reductions"][:count]
+    device = CUDA if backend == "nccl" else None
+    assert made == [([0], device), ([1], device)] * count
+    assert len(opener.groups) == count
 
 
 @on_ranks(2)

@@ -194,7 +194,7 @@ def _open_stock(opening: Opening) -> Comm:
         return stock(opening.group, recorder=recorder, guard=guard, device=opening.device)
     timeout = timedelta(seconds=opening.timeout_s)
     before = open_sockets()
-    connected = _connected_device(backend, opening.device)
+    connected = connected_device(opening.group, opening.device)
     ops = ops_of(connected or _CPU)
     free_nbytes = ops.free_nbytes()
     own = dist.new_group(
@@ -214,8 +214,8 @@ def _open_stock(opening: Opening) -> Comm:
     )
 
 
-def _connected_device(backend: str, device: torch.device) -> torch.device | None:
-    """The device for which a new group connects at once, and not in its first collective.
+def connected_device(group: dist.ProcessGroup, device: torch.device) -> torch.device | None:
+    """The device for which a new group beside ``group`` connects at once, not in its first collective.
 
     Then an error of the backend is raised where the engine is built, and its memory can be measured.
     None: gloo connects in any case.
@@ -223,7 +223,7 @@ def _connected_device(backend: str, device: torch.device) -> torch.device | None
     Raises:
         UsageError: the program bound its process group to another device.
     """
-    if backend == "gloo" or device.type == "cpu":
+    if device.type == "cpu" or _backend_for(group, device.type) in ("gloo", "fake"):
         return None
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound not in (None, device):

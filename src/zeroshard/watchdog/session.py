@@ -319,8 +319,9 @@ def open_session(
     settings = settings.with_environment()
     mesh = mesh or Mesh()
     kinds = list(groups_of(mesh, ties, head_copies))
+    purposes = _purposes(call, separate_reductions)
     if not _several(group):
-        return _unwatched(transport, device, group, mesh, kinds)
+        return _unwatched(transport, device, group, mesh, kinds, purposes)
     group = group if group is not None else dist.group.WORLD
     assert group is not None  # _several
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -332,7 +333,6 @@ def open_session(
     with watchdog.set_up(number + 1, call, settings) if watchdog else contextlib.nullcontext():
         try:
             peers = _agree(crew, namespace, plan, device_use(group, device))
-            purposes = _purposes(call, separate_reductions)
             return _open(crew, peers, group, transport, device, purposes, mesh, kinds)
         except BaseException:
             if watchdog is not None:
@@ -439,18 +439,27 @@ def _unwatched(
     group: dist.ProcessGroup | None,
     mesh: Mesh,
     kinds: Sequence[GroupKind],
+    purposes: Sequence[str],
 ) -> CommSession:
     """The session of one rank, or of a fake group, in which one process plays one of many ranks."""
-    world = make_comm(transport=transport, device=device, group=group)
-    session = CommSession(world, world, world)
+
+    def opened(
+        group: dist.ProcessGroup | None, recorder: Recorder | None, wanted: Sequence[str]
+    ) -> list[Comm]:
+        options: dict[str, Any] = {"transport": transport, "group": group, "device": device}
+        first = make_comm(recorder=recorder, **options)
+        more = wanted[1:] if queues_on_device(first) else ()
+        return [first, *(make_comm(recorder=first.recorder, **options) for _ in more)]
+
+    world = opened(group, None, purposes if mesh.is_flat else ())
+    session = CommSession(world[0], world[-1], world[0])
     for kind in kinds:
         own = own_group(kind.groups, dist.get_rank())
         if own is None:
             continue
         session.groups.append(own)
         recorder = Recorder(f"{kind.name} {rank_ranges(dist.get_process_group_ranks(own))}")
-        comm = make_comm(transport=transport, recorder=recorder, group=own, device=device)
-        session.place(kind, [comm])
+        session.place(kind, opened(own, recorder, purposes if kind.name == "holders" else ()))
     if mesh.pipeline > 1:
         session.pipeline = PipelineLinks.open(mesh, dist.get_rank(), None)
         session.groups.append(session.pipeline.group)

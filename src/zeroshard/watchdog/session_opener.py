@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.collectives import Comm, first_line, queues_on_device
-from zeroshard.comm.connect import make_comm, open_link
+from zeroshard.comm.connect import connected_device, make_comm, open_link
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.host import new_sockets, open_sockets, shut_down
 from zeroshard.comm.recorder import Recorder
@@ -82,14 +82,17 @@ def groups_of(
         yield GroupKind(f"tied-{number}", mesh.tied_groups(tie), tie)
 
 
-def own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+def own_group(
+    groups: Sequence[Sequence[int]], rank: int, device: torch.device | None = None
+) -> dist.ProcessGroup | None:
     """A new process group over the group of ``rank``; None: it is in none.
 
-    Torch requires that all ranks make all groups.
+    Torch requires that all ranks make all groups. ``device``: for which the group connects at once, see
+    :func:`~zeroshard.comm.connect.connected_device`.
     """
     own: dist.ProcessGroup | None = None
     for ranks in groups:
-        made = dist.new_group(list(ranks), group_desc="zeroshard mesh")
+        made = dist.new_group(list(ranks), group_desc="zeroshard mesh", device_id=device)
         own = made if rank in ranks else own
     return own
 
@@ -254,14 +257,27 @@ class SessionOpener:
         """The communicators of this rank's group, which the watch follows; none if it is in no group."""
         rank = self.crew.ranks[self.crew.me]
         before = open_sockets()
-        group = own_group(kind.groups, rank)
-        if group is None:
+        # Collectives of one process group of a device share a stream, so each purpose has its own.
+        world = dist.group.WORLD
+        assert world is not None  # several ranks
+        connected = connected_device(world, self.device)
+        count = 1 if connected is None else len(purposes)
+        made = [own_group(kind.groups, rank, connected) for _ in range(count)]
+        groups = [group for group in made if group is not None]
+        if not groups:
             return []
-        self.groups.append(group)
+        self.groups += groups
         self.sockets.update(new_sockets(before))
         members = next(ranks for ranks in kind.groups if rank in ranks)
         recorder = self.watch_group(f"{kind.name} {rank_ranges(members)}", kind.name, members)
-        return self.open(recorder, group, [f"{kind.name} {purpose}" for purpose in purposes])
+        named = [f"{kind.name} {purpose}" for purpose in purposes]
+        if count == 1:
+            return self.open(recorder, groups[0], named)
+        return [
+            comm
+            for group, purpose in zip(groups, named, strict=True)
+            for comm in self.open(recorder, group, [purpose])
+        ]
 
     def give_up(self, error: BaseException) -> None:
         """Close everything, because the session cannot be opened."""

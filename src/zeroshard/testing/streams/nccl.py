@@ -248,7 +248,7 @@ def _communicators(storages: Storages, exchange: Exchange) -> Iterator[None]:
 def pretended_world(storages: Storages, size: int, rank: int = 0) -> Iterator[None]:
     """A context in which this process is rank ``rank`` of ``size`` ranks that use the model of NCCL.
 
-    There are no other ranks, so that the engine opens one communicator for all collectives.
+    There are no other ranks. The engine opens two communicators at stage 3, as on NCCL.
     """
     from torch.testing._internal.distributed import fake_pg
 
