@@ -192,9 +192,19 @@ def test_a_collective_takes_its_latency_and_the_bytes_that_a_rank_sends(op, seco
 def test_ranks_of_two_nodes_communicate_between_nodes():
     price = prices(between_nodes=LINK | {"alpha_s": 5.0})
     assert price.collective_s("all_gather", 100, (4, 5, 6, 7)) == 8.5
-    assert price.collective_s("all_gather", 100, (0, 1, 4, 5)) == 12.5
+    assert price.collective_s("all_gather", 100, (0, 4)) == 5 + 50 / 10
     with pytest.raises(UsageError, match=r"has no between_nodes\.all_gather"):
         prices().collective_s("all_gather", 100, (0, 4))
+
+
+def test_ranks_that_share_a_node_send_through_an_adapter_each():
+    price = prices(between_nodes=LINK | {"all_gather": [[1, 2.0]], "alpha_s": 5.0})
+    assert price.collective_s("all_gather", 100, (0, 1, 4, 5)) == 5 + 75 / (2 * 2)
+    assert price.collective_s("all_gather", 100, (0, 4, 5, 6)) == 5 + 75 / 2  # one on a node alone
+    eight = tuple(range(8))
+    assert price.collective_s("all_gather", 80, eight) == 5 + 70 / 8  # 4 adapters
+    fast = prices(between_nodes=LINK | {"all_gather": [[1, 1e9]], "alpha_s": 5.0})
+    assert fast.collective_s("all_gather", 80, eight) == 5 + 70 / 10  # links inside are slower
 
 
 def updated(tier="device", **more):

@@ -10,6 +10,7 @@ A collective takes the latency, and the bytes that a rank sends at the rate of i
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -363,13 +364,28 @@ class Prices:
         return nbytes / rate_at(self.values.points("device.bytes_per_s"), nbytes)
 
     def collective_s(self, op: str, nbytes: int, ranks: Sequence[int]) -> float:
-        """Of a collective over ``nbytes`` in all; 0 on one rank."""
+        """Of a collective over ``nbytes`` in all; 0 on one rank.
+
+        Between nodes, each rank has a network adapter. The ranks of a group that share a node share its
+        traffic: k of them have k rings, each of which leaves the node through another adapter.
+        """
         if len(ranks) == 1:
             return 0.0
-        link = "inside_node" if self._is_inside(ranks) else "between_nodes"
-        points = self.values.points(f"{link}.{_CURVES.get(op, 'all_gather')}")
+        size = round(self.values.number("devices_per_node"))
+        beside = Counter(rank // size for rank in ranks)
+        curve = _CURVES.get(op, "all_gather")
         sent = nbytes * sent_part(op, len(ranks))
-        return self.values.number(f"{link}.alpha_s") + sent / rate_at(points, nbytes)
+
+        def seconds(link: str, adapters: int = 1) -> float:
+            return sent / rate_at(self.values.points(f"{link}.{curve}"), nbytes) / adapters
+
+        if len(beside) == 1:
+            return self.values.number("inside_node.alpha_s") + seconds("inside_node")
+        adapters = min(beside.values())
+        slowest = seconds("between_nodes", adapters)
+        if adapters > 1:
+            slowest = max(slowest, seconds("inside_node"))
+        return self.values.number("between_nodes.alpha_s") + slowest
 
     def message_s(self, nbytes: int, ranks: Sequence[int]) -> float:
         """Of a message from one rank to another one; on one processor, what each of the two does.
@@ -379,10 +395,6 @@ class Prices:
         """
         seconds = self.collective_s("all_gather", 2 * nbytes, ranks)
         return seconds / 2 if self._is_serial else seconds
-
-    def _is_inside(self, ranks: Sequence[int]) -> bool:
-        size = round(self.values.number("devices_per_node"))
-        return len({rank // size for rank in ranks}) == 1
 
     def update_s(self, updated: Updated) -> float:
         """Of the update, where its state is."""
