@@ -89,20 +89,22 @@ ROWS = (
 
 def plan(row: Row, samples: int) -> Simulation:
     """One rank of a row with this micro-batch."""
-    return simulated(row.make(samples), samples, row.ranks, row.stage, {**row.keys}, row.zero)
+    return simulated(
+        row.make(samples), samples, Mesh(data_shard=row.ranks), row.stage, {**row.keys}, row.zero
+    )
 
 
 def simulated(
     made: tuple[Build, Inputs],
     samples: int,
-    ranks: int,
+    mesh: Mesh,
     stage: int,
     keys: Mapping[str, Any],
     zero: Mapping[str, Any] | None = None,
     *,
     with_events: bool = False,
 ) -> Simulation:
-    """Rank 0 of ``ranks``, with AdamW and clipping."""
+    """Rank 0 of ``mesh``, with AdamW and clipping."""
     build, batch = made
     config = {
         "train_micro_batch_size_per_gpu": samples,
@@ -113,7 +115,7 @@ def simulated(
     }
     return simulate(
         sharded(build) if stage == 3 else build, config, (batch, None),
-        mesh=Mesh(data_shard=ranks), rank=0, loss_fn=loss_of, target="cuda", with_events=with_events,
+        mesh=mesh, rank=0, loss_fn=loss_of, target="cuda", with_events=with_events,
     )  # fmt: skip
 
 
@@ -195,32 +197,40 @@ def off(published: float, planned: float) -> str:
     return f"{planned / published - 1:+.0%}" if published else "0" if not planned else "wrong"
 
 
-TORCHTITAN = {"tokens": 5762.0, "gib": 82.4}
-"""Llama 3.1 8B on 8 H100 of 96 GB: tokens per second of one GPU, and GiB of its memory."""
+class LlamaRow(NamedTuple):
+    """A published run on H100s of 96 GB: tokens per second of one GPU, and GiB of its memory."""
+
+    gpus: int
+    tokens: int
+    gib: float
 
 
-def llama() -> list[str]:
-    """The table of Llama 3.1 8B: eager FSDP, two samples of 8,192 tokens on each of 8 GPUs."""
+LLAMAS = (LlamaRow(8, 5762, 82.4), LlamaRow(128, 5605, 67.0))
+
+
+def llamas(rows: Sequence[LlamaRow] = LLAMAS) -> list[str]:
+    """The table of Llama 3.1 8B: eager FSDP, two samples of 8,192 tokens on each GPU."""
     lines = [
-        "| activation checkpointing | tokens/s of a GPU | GiB | state, GiB |",
-        "|---|--:|--:|--:|",
-        f"| of some operations: published | {TORCHTITAN['tokens']:,.0f} | {TORCHTITAN['gib']:.1f} | |",
+        "| GPUs | activation checkpointing | tokens/s of a GPU | GiB | state, GiB |",
+        "|--:|---|--:|--:|--:|",
     ]
     machine = load_machine("h100")
-    for checkpointed in (False, True):
-        made = llama_8b(2, checkpointed=checkpointed)
-        found = simulated(made, 2, 8, 3, BF16, with_events=True)
-        timed = step_time(found, machine, samples=16, tokens=16 * 8192)
-        state = sum(
-            found.nbytes(category)
-            for category in ("parameters", "gradients", "master", "optimizer")
-        )
-        lines.append(
-            f"| {'of every layer' if checkpointed else 'none'}: planned | "
-            f"{timed.tokens / timed.total_s / 8:,.0f} | {found.peak_nbytes / 2**30:.1f} | "
-            f"{state / 2**30:.1f} |"
-        )
-        print(lines[-1], file=sys.stderr, flush=True)
+    for gpus, tokens, gib in rows:
+        lines.append(f"| {gpus} | of some operations: published | {tokens:,} | {gib:.1f} | |")
+        for checkpointed in (False, True):
+            made = llama_8b(2, checkpointed=checkpointed)
+            found = simulated(made, 2, Mesh(data_shard=gpus), 3, BF16, with_events=True)
+            timed = step_time(found, machine, samples=2 * gpus, tokens=2 * gpus * 8192)
+            state = sum(
+                found.nbytes(category)
+                for category in ("parameters", "gradients", "master", "optimizer")
+            )
+            lines.append(
+                f"| {gpus} | {'of every layer' if checkpointed else 'none'}: planned | "
+                f"{timed.tokens / timed.total_s / gpus:,.0f} | {found.peak_nbytes / 2**30:.1f} | "
+                f"{state / 2**30:.1f} |"
+            )
+            print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 
@@ -254,7 +264,9 @@ def llavas(rows: Sequence[LlavaRow] = LLAVAS) -> list[str]:
     ]
     machine = load_machine("a100")
     for row in rows:
-        found = simulated(row.made, 16, 8, 3, BF16, with_events=row.hours is not None)
+        found = simulated(
+            row.made, 16, Mesh(data_shard=8), 3, BF16, with_events=row.hours is not None
+        )
         hours = ["", "", ""]
         if row.hours is not None:
             step_s = step_time(found, machine, samples=128, tokens=128 * 2048).total_s
@@ -266,6 +278,11 @@ def llavas(rows: Sequence[LlavaRow] = LLAVAS) -> list[str]:
         )
         print(lines[-1], file=sys.stderr, flush=True)
     return lines
+
+
+MAKERS: dict[str, Callable[[], list[str]]] = {
+    "batches": batches, "Llama": llamas, "LLaVA": llavas
+}  # fmt: skip
 
 
 def put(page: str, name: str, lines: list[str]) -> str:
@@ -288,9 +305,16 @@ def main() -> None:
     """Plan all rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="put the tables into the page")
-    write = parser.parse_args().write
-    tables = {BATCHES: batches(), LLAMA: llama(), LLAVA: llavas()}
-    tables[COST] = cost()
+    parser.add_argument("--only", choices=MAKERS, help="one table, without what it costs")
+    options = parser.parse_args()
+    write = options.write
+    tables = (
+        {f"plan_published.py: {options.only}": MAKERS[options.only]()}
+        if options.only
+        else {f"plan_published.py: {name}": make() for name, make in MAKERS.items()}
+    )
+    if not options.only:
+        tables[COST] = cost()
     page = PAGE.read_text() if write else ""
     for name, lines in tables.items():
         print("\n".join(lines))

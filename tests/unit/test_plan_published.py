@@ -39,10 +39,20 @@ def test_the_table_of_batches_adds_up():
 
 
 def test_the_published_llama_lies_between_both_kinds_of_checkpointing():
-    published, none, every = table(tool.LLAMA)
-    assert number(published[1]) == tool.TORCHTITAN["tokens"]
-    assert number(every[2]) < number(published[2]) == tool.TORCHTITAN["gib"] < number(none[2])
-    assert none[3] == every[3] == f"{16 * 8_030_261_248 / 8 / 2**30:.1f}"
+    rows = table(tool.LLAMA)
+    assert len(rows) == 3 * len(tool.LLAMAS)
+    for at, run in enumerate(tool.LLAMAS):
+        published, none, every = rows[3 * at : 3 * at + 3]
+        assert [number(cell) for cell in (published[0], *published[2:4])] == [*run]
+        assert number(every[3]) < run.gib < number(none[3])
+        assert run.tokens < number(every[2]) < number(none[2]) < 1.5 * run.tokens
+        assert none[4] == every[4] == f"{16 * 8_030_261_248 / run.gpus / 2**30:.1f}"
+
+
+def test_many_nodes_cost_as_little_as_was_published():
+    few, many = (row for row in table(tool.LLAMA) if row[1].startswith("of every layer"))
+    published = tool.LLAMAS[1].tokens / tool.LLAMAS[0].tokens
+    assert abs(number(many[2]) / number(few[2]) - published) < 0.05
 
 
 def test_the_published_runs_of_llava_fit_and_took_no_longer_than_with_the_longest_samples():
@@ -61,7 +71,11 @@ def test_the_published_runs_of_llava_fit_and_took_no_longer_than_with_the_longes
 def test_gradients_wait_for_a_module_that_is_registered_late():
     first, last = (
         tool.simulated(
-            tool.llava(1, size="7B", layers=2, projector_last=last), 1, 8, 3, tool.BF16
+            tool.llava(1, size="7B", layers=2, projector_last=last),
+            1,
+            tool.Mesh(data_shard=8),
+            3,
+            tool.BF16,
         ).nbytes("buckets")
         for last in (False, True)
     )
