@@ -553,6 +553,19 @@ def test_ranks_of_several_nodes_wait_longer_for_each_other(run):
     assert seconds[2] > seconds[4] == seconds[8] == seconds[None]
 
 
+@pytest.mark.parametrize(("size", "late"), [(0, True), ("auto", False), (1, False)])
+def test_all_gathers_that_are_not_prefetched_are_named_with_their_key(run, size, late):
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": size}
+    options = ("nets_to_plan:plain", "--machine", "h100")
+    found = json.loads(run(*options, "--json", zero_optimization=zero).stdout)["time"]
+    text = run(*options, zero_optimization=zero).stdout
+    line = "all-gathers begin only when their parameters are needed: exposed "
+    assert (line in text) is late
+    assert ("zero_optimization.stage3_prefetch_bucket_size" in text) is late
+    assert (found["late_gathers"]["calls"] > 1) is late
+    assert 0 < found["late_gathers"]["exposed_s"] <= found["exposed_s"]["all-gather"]
+
+
 def test_changes_of_a_run_whose_batch_comes_with_the_model(run):
     result = run("nets_to_plan:plain", "--memory", "0.0001", "--json", stage=0)
     assert result.exit_code == 0, result.output

@@ -312,6 +312,12 @@ def time_lines(time: StepTime) -> Iterator[str]:
     )
     for stream, seconds in parts.busy_s.items():
         yield f"  {stream}: {_s(seconds)}, exposed {_s(parts.exposed_s.get(stream, 0.0))}"
+    late, exposed = time.late_gathers()
+    if late > 1 and not time.serial:  # nothing runs before the first
+        yield (
+            f"  {late} all-gathers begin only when their parameters are needed: exposed {_s(exposed)}. A "
+            "larger zero_optimization.stage3_prefetch_bucket_size, and overlap_comm, begin them before"
+        )
     if time.stages > 1:
         yield (
             f"  waits for other pipeline stages: {_s(parts.stages_s)}, {parts.stages_s / total:.1%} of "

@@ -107,6 +107,19 @@ class StepTime:
         """The numbers that were used and not measured, with their sources."""
         return [f"{key} ({s})" for key, s in sorted(self.sources.items()) if s != "measured"]
 
+    def late_gathers(self) -> tuple[int, float]:
+        """How many all-gathers begin only when they are needed, and for how long they are waited for."""
+        count, seconds = 0, 0.0
+        begun: set[str] = set()  # after the last operation
+        for event, span in self.spans:
+            if isinstance(event, Operation):
+                begun.clear()
+            elif isinstance(event, Begun) and event.op == "all_gather":
+                begun.add(event.key)
+            elif isinstance(event, Ended) and event.key in begun:
+                count, seconds = count + 1, seconds + span.end_s - span.begin_s
+        return count, seconds
+
     @property
     def not_modelled(self) -> tuple[str, ...]:
         """What it does not contain."""
@@ -120,6 +133,7 @@ class StepTime:
             "communication_s": sum(self.timing.busy_s.values()),
             "all_exposed_s": sum(self.timing.exposed_s.values()),
             "update_s": self.update_s, "band_s": [total - half, total + half],
+            "late_gathers": dict(zip(("calls", "exposed_s"), self.late_gathers(), strict=True)),
             "kinds_s": dict(self.kinds), "samples_per_s": self.samples / total,
             "tokens_per_s": self.tokens / total if self.tokens else None,
             "sources": dict(self.sources), "not_modelled": list(self.not_modelled),
