@@ -10,8 +10,6 @@ import os
 import sys
 import types
 from argparse import Namespace
-from collections import OrderedDict
-from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 from pathlib import Path
@@ -21,6 +19,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.deepspeed_files import (
+    GROUPS,
+    KEYS,
+    OPTIONS,
+    SHAPES,
+    Run,
+    check_values,
+    deepspeed_classes,
+    first_moment,
+    model_file,
+    optim_file,
+    value,
+    write,
+)
 from torch.serialization import get_safe_globals
 
 from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader, is_deepspeed
@@ -28,253 +40,7 @@ from zeroshard.checkpoint.deepspeed.unpickle import load_plain
 from zeroshard.checkpoint.reader import full
 from zeroshard.errors import CheckpointError
 
-SHAPES = {
-    "embed.weight": (11, 7), "norm.weight": (7,), "gain": (1,), "up.weight": (5, 7), "up.bias": (5,),
-    "head.weight": (3, 7),
-}  # fmt: skip
-GROUPS = [["embed.weight", "up.weight", "head.weight"], ["norm.weight", "gain", "up.bias"]]
-OPTIONS = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.0}
-
-
-@pytest.fixture(scope="module")
-def deepspeed_classes():
-    """Classes under DeepSpeed's names, while files are written."""
-    names = {
-        "deepspeed.runtime.fp16.loss_scaler": ["LossScaler", "DynamicLossScaler"],
-        "deepspeed.utils.tensor_fragment": ["fragment_address"],
-        "deepspeed.runtime.zero.config": [],
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        made = {}
-        for name, classes in names.items():
-            module = types.ModuleType(name)
-            for part in range(1, name.count(".") + 1):
-                patch.setitem(
-                    sys.modules,
-                    name.rsplit(".", part)[0],
-                    types.ModuleType(name.rsplit(".", part)[0]),
-                )
-            patch.setitem(sys.modules, name, module)
-            for cls in classes:
-                made[cls] = type(cls, (), {"__module__": name})
-                setattr(module, cls, made[cls])
-            if not classes:
-                stages = {"optimizer_states": 1, "gradients": 2, "weights": 3}
-                made["Stage"] = Enum("ZeroStageEnum", stages, module=name, type=int)
-                module.ZeroStageEnum = made["Stage"]
-        yield types.SimpleNamespace(**made)
-
-
-@dataclass
-class Run:
-    """What to write: see ``write``."""
-
-    stage: int
-    ranks: int = 1
-    shapes: dict = field(default_factory=lambda: dict(SHAPES))
-    groups: list = field(default_factory=lambda: [list(row) for row in GROUPS])
-    frozen: dict = field(default_factory=dict)  # name: shape
-    tied: dict = field(default_factory=dict)  # other name: name
-    align: int = 1
-    sub_group: int = 2  # parameters in one, at stage 3
-    bf16: bool = True
-    state: bool = True
-    step: object = field(default_factory=lambda: torch.tensor(3.0))
-    client_state: dict = field(default_factory=dict)
-    model: dict = field(default_factory=dict)  # what replaces keys of the model file
-    optim: dict = field(default_factory=dict)  # and of optimizer_state_dict
-    kind: str = "list"  # of the optimizer at stage 0: "list", "flat" or "torch"
-    scaler: dict = field(default_factory=lambda: {"cur_scale": 1.0, "dynamic": False})
-
-
-def value(name, shape):
-    """Different for each parameter and element."""
-    start = sum(map(ord, name)) / 7
-    return torch.arange(prod(shape), dtype=torch.float32).view(shape) / 3 + start
-
-
-def first_moment(tensor):
-    return -tensor
-
-
-def second_moment(tensor):
-    return tensor * tensor
-
-
-KEYS = {"value": lambda t: t, "exp_avg": first_moment, "exp_avg_sq": second_moment}
-
-
-def write(path, run, classes):
-    """Make the files of a run in ``path``."""
-    path.mkdir(exist_ok=True)
-    module = OrderedDict((name, value(name, s).bfloat16()) for name, s in run.shapes.items())
-    module |= {name: value(name, s).bfloat16() for name, s in run.frozen.items()}
-    module |= {alias: module[name] for alias, name in run.tied.items()}
-    module["seen"] = torch.tensor(5)
-    sharded = run.stage > 0
-    common = {
-        "module": module, "buffer_names": ["seen"], "optimizer": None, "param_shapes": None,
-        "frozen_param_shapes": None, "shared_params": dict(run.tied) if sharded else None,
-        "frozen_param_fragments": None, "lr_scheduler": {"last_batch_iteration": 2},
-        "data_sampler": None, "random_ltd": None, "skipped_steps": 1, "global_steps": 3,
-        "global_samples": 24, "dp_world_size": run.ranks, "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-        "ds_config": {"bf16": {"enabled": True}}, "ds_version": "0.19.8",
-    }  # fmt: skip
-    if run.stage == 0:
-        common["optimizer"] = whole_optimizer(run)
-    elif run.stage == 3:
-        rows = [(row, at) for row in run.groups for at in range(0, len(row), run.sub_group)]
-        common["param_shapes"] = [shapes_of(run, r[at : at + run.sub_group]) for r, at in rows]
-        common["frozen_param_shapes"] = {n: torch.Size(s) for n, s in run.frozen.items()}
-    else:
-        common["param_shapes"] = [shapes_of(run, row) for row in run.groups]
-    for rank in range(run.ranks):
-        model = {**common}
-        if run.stage == 3:
-            empty = {n: torch.empty(0) for n in module}
-            model["module"] = OrderedDict(empty | {"seen": torch.tensor(5 + rank)})
-            model["frozen_param_fragments"] = {
-                name: cut_evenly(value(name, s).bfloat16(), run.ranks)[rank].clone()
-                for name, s in run.frozen.items()
-            }
-            name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-        else:
-            name = "mp_rank_00_model_states.pt"
-        torch.save({**model, **run.model, **run.client_state}, path / name)
-        if sharded:
-            prefix = "bf16_" if run.bf16 else ""
-            wrapper = (stage_3 if run.stage == 3 else stage_12)(run, rank, classes)
-            torch.save(
-                {"optimizer_state_dict": {**wrapper, **run.optim}, "ds_version": "0.19.8"},
-                path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
-            )
-    return path
-
-
-def shapes_of(run, names):
-    return OrderedDict((name, torch.Size(run.shapes[name])) for name in names)
-
-
-def cut_evenly(tensor, ranks):
-    flat = tensor.reshape(-1)
-    part = -(-flat.numel() // ranks)
-    padded = torch.cat([flat, torch.full((part * ranks - flat.numel(),), 99.0, dtype=flat.dtype)])
-    return padded.view(ranks, part)
-
-
-def scaler_of(run, classes):
-    cls = classes.DynamicLossScaler if run.scaler["dynamic"] else classes.LossScaler
-    found = cls()
-    vars(found).update(run.scaler)
-    return found
-
-
-def options_of(run, keys):
-    rows = [{**OPTIONS, "lr": 0.1 * (at + 1)} for at in range(len(run.groups))]
-    return [{**row, "params": mine} for row, mine in zip(rows, keys, strict=True)]
-
-
-def stage_12(run, rank, classes):
-    masters, states, paddings, gaps = [], {}, [], []
-    for at, names in enumerate(run.groups):
-        pieces, filled = [], []
-        for name in names:
-            flat = value(name, run.shapes[name]).reshape(-1)
-            done = sum(p.numel() for p in pieces) + flat.numel()
-            gap = -done % run.align if name != names[-1] else 0
-            pieces += [flat, torch.full((gap,), 99.0)]
-            filled.append(gap)
-        flat = torch.cat(pieces)
-        pad = -flat.numel() % (2 * run.ranks)
-        part = (flat.numel() + pad) // run.ranks
-        lean = max(0, min(part, flat.numel() - rank * part))
-        mine = torch.cat([flat, torch.full((pad,), 99.0)])[rank * part :][:part]
-        masters.append(mine[:lean].clone().requires_grad_())
-        if run.state:
-            states[at] = {
-                "step": run.step, "exp_avg": first_moment(mine), "exp_avg_sq": second_moment(mine)
-            }  # fmt: skip
-        paddings.append(part - lean)
-        gaps.append(filled)
-    return {
-        "loss_scaler": scaler_of(run, classes),
-        "dynamic_loss_scale": run.scaler["dynamic"],
-        "overflow": False,
-        "clip_grad": 1.0,
-        "base_optimizer_state": {
-            "state": states,
-            "param_groups": options_of(run, [[at] for at in range(len(run.groups))]),
-        },
-        "single_partition_of_fp32_groups": masters,
-        "zero_stage": classes.Stage(run.stage),
-        "group_paddings": paddings,
-        "param_alignment_paddings": gaps,
-        "partition_count": [run.ranks] * len(run.groups),
-        "ds_version": "0.19.8",
-        "param_slice_mappings": [OrderedDict(a=classes.fragment_address())],
-    }
-
-
-def stage_3(run, rank, classes):
-    masters, states, keys = [], {}, []
-    for names in run.groups:
-        keys.append([])
-        for at in range(0, len(names), run.sub_group):
-            pieces = [
-                cut_evenly(value(name, run.shapes[name]), run.ranks)[rank]
-                for name in names[at : at + run.sub_group]
-            ]
-            flat = torch.cat(pieces)
-            keys[-1].append(len(masters))
-            if run.state:
-                states[len(masters)] = {
-                    "step": run.step, "exp_avg": first_moment(flat), "exp_avg_sq": second_moment(flat)
-                }  # fmt: skip
-            masters.append(flat)
-    return {
-        "zero_stage": classes.Stage(3),
-        "loss_scaler": scaler_of(run, classes),
-        "dynamic_loss_scale": run.scaler["dynamic"],
-        "overflow": False,
-        "partition_count": run.ranks,
-        "optimizer_state_dict": {"state": states, "param_groups": options_of(run, keys)},
-        "fp32_flat_groups": masters,
-    }
-
-
-def whole_optimizer(run):
-    masters = [[value(n, run.shapes[n]) for n in row] for row in run.groups]
-    if run.kind == "flat":
-        masters = [[torch.cat([m.reshape(-1) for m in row])] for row in masters]
-    states, keys = {}, []
-    for row in masters:
-        keys.append([])
-        for master in row:
-            keys[-1].append(len(states))
-            states[len(states)] = {
-                "step": run.step, "exp_avg": first_moment(master), "exp_avg_sq": second_moment(master)
-            }  # fmt: skip
-    inner = {"state": states, "param_groups": options_of(run, keys)}
-    if run.kind == "torch":
-        return inner
-    if run.kind == "flat":
-        masters = {"fp32_groups_flat": [row[0] for row in masters]}
-    else:
-        masters = {"fp32_groups": masters}
-    return {
-        "dynamic_loss_scale": True, "cur_scale": 2048.0, "cur_iter": 3, "last_overflow_iter": 1,
-        "optimizer_state_dict": inner, **masters,
-    }  # fmt: skip
-
-
-def check_values(saved, run, keys=tuple(KEYS)):
-    for name, shape in run.shapes.items():
-        for key in keys:
-            found = full(saved, name, key)
-            assert torch.equal(found, KEYS[key](value(name, shape))), (name, key)
-            assert not found.requires_grad
-
+assert deepspeed_classes  # a fixture
 
 SHARDED = [(stage, ranks) for stage in (1, 2, 3) for ranks in (1, 2, 3, 5, 16)]
 
@@ -641,14 +407,6 @@ def test_a_tag_of_deepspeed_is_known_by_its_files(tmp_path, deepspeed_classes):
 # ---------------------------------------------------------------------- what is refused
 
 
-def optim_file(path, rank):
-    return path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-
-
-def model_file(path, rank):
-    return path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-
-
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize(("stage", "file"), [(2, optim_file), (3, optim_file), (3, model_file)])
 def test_a_rank_without_its_file_is_named(tmp_path, deepspeed_classes, stage, rank, file):
@@ -764,23 +522,6 @@ def test_a_file_that_was_cut_off_is_named(tmp_path, deepspeed_classes, name, par
     file.write_bytes(data[: int(len(data) * part)])
     with pytest.raises(CheckpointError, match=f"{file.name}.*truncated"):
         DeepSpeedReader(path)
-
-
-def test_any_damaged_byte_ends_in_an_error_or_in_values(tmp_path, deepspeed_classes):
-    path = write(tmp_path, Run(3, 1), deepspeed_classes)
-    file = optim_file(path, 0)
-    data = bytearray(file.read_bytes())
-    generator = torch.Generator().manual_seed(0)
-    for at in torch.randint(0, len(data), (300,), generator=generator).tolist():
-        damaged = bytearray(data)
-        damaged[at] ^= 0xFF
-        file.write_bytes(damaged)
-        try:
-            saved = DeepSpeedReader(path)
-            for name in saved.parameters:
-                full(saved, name)
-        except CheckpointError:
-            continue
 
 
 def test_files_of_the_format_before_zip_are_refused(tmp_path, deepspeed_classes):

@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from enum import IntEnum
 from math import prod
 from pathlib import Path
@@ -32,6 +31,7 @@ from zeroshard.checkpoint.deepspeed.slots import (
     Chain,
     DeepSpeedSlot,
     FlatSpan,
+    check_owners,
     like_master,
     places,
     shape_of,
@@ -39,7 +39,13 @@ from zeroshard.checkpoint.deepspeed.slots import (
     whole_place,
     whole_slots,
 )
-from zeroshard.checkpoint.deepspeed.unpickle import Likeness, load_plain, unread_in
+from zeroshard.checkpoint.deepspeed.unpickle import (
+    Likeness,
+    check_values,
+    checked_copy,
+    load_plain,
+    unread_in,
+)
 from zeroshard.checkpoint.manifest import VALUE, SavedParameter, SavedTensor
 from zeroshard.checkpoint.safetensors_file import dtype_name
 from zeroshard.errors import CheckpointError
@@ -238,6 +244,9 @@ class DeepSpeedReader:
             self._weights = self._read_weights()
             slots, options, wrapper = self._optimizer(files, optims, groups)
             self._parameters = self._describe(slots)
+            if optims and not slots[0].is_cut and not _is_round_robin(self._models[0]):
+                wrappers = [optim["optimizer_state_dict"] for optim in optims]
+                check_owners(files.optim, slots, wrappers)
             self._buffers = [_buffers(model) for model in self._models]
             self._shared = _shared(self._models[0], options, wrapper)
             for key in ("data_sampler", "random_ltd"):
@@ -280,6 +289,8 @@ class DeepSpeedReader:
     def buffers(self, rank: int) -> dict[str, Tensor]:
         """See ``Source``. Stages 0 to 2 save those of rank 0 only."""
         own = self._buffers[rank % len(self._buffers)]
+        for buffer in own.values():
+            check_values(buffer)
         return {name: buffer.clone() for name, buffer in own.items()}
 
     def shared(self, *, allow_pickle: bool = False) -> dict[str, Any]:
@@ -288,7 +299,9 @@ class DeepSpeedReader:
         An object in ``client_state`` becomes an :class:`~zeroshard.checkpoint.deepspeed.unpickle.Unread`,
         which raises when it is used.
         """
-        return deepcopy(self._shared)  # its tensors are mapped, and the files may be closed first
+        return checked_copy(
+            self._shared
+        )  # its tensors are mapped, and the files may be closed first
 
     def ranks(self) -> list[dict[str, Any]]:
         """See ``Source``. Empty: DeepSpeed saves no generators."""
@@ -486,6 +499,14 @@ def _check_own(path: Path, models: Sequence[Mapping[str, Any]]) -> None:
     ]
     if parallel:
         _refuse_parallel(path, ", ".join(parallel))
+
+
+def _is_round_robin(model: Mapping[str, Any]) -> bool:
+    """Whether ``round_robin_gradients`` was on. DeepSpeed then notes places of parameters that are not
+    those where it keeps them."""
+    config = model.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients"))
 
 
 def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.deepspeed.unpickle import check_values
 from zeroshard.errors import CheckpointError
 
 _SCALARS = ("step", "mu_product", "eta", "mu")
@@ -33,7 +34,8 @@ class Chain:
     """Tensors that are read as one flat tensor, one after the other."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = [_plain(tensor) for tensor in tensors if tensor.numel()]
+        self._saved = [tensor for tensor in tensors if tensor.numel()]
+        self._tensors = [_plain(tensor) for tensor in self._saved]
         self._starts = [0, *accumulate(tensor.numel() for tensor in self._tensors)]
 
     @property
@@ -41,10 +43,15 @@ class Chain:
         return self._starts[-1]
 
     def read(self, begin: int, out: Tensor) -> None:
-        """Copy ``chain[begin : begin + out.numel()]`` into ``out``."""
+        """Copy ``chain[begin : begin + out.numel()]`` into ``out``.
+
+        Raises:
+            CheckpointError: the file of a tensor is damaged.
+        """
         at, end = begin, begin + out.numel()
         which = bisect_right(self._starts, at) - 1
         while at < end:
+            check_values(self._saved[which])
             start, stop = self._starts[which], min(end, self._starts[which + 1])
             piece = self._tensors[which].reshape(-1)[at - start : stop - start]
             out[at - begin : stop - begin].copy_(piece)
@@ -124,6 +131,51 @@ def places(path: Path, slot: DeepSpeedSlot, pieces: list[Tensor]) -> Iterator[tu
                 "different saves. Or the state was on NVMe when it was saved, and is not in these "
                 "files."
             )
+
+
+def check_owners(
+    files: Sequence[Path], slots: Sequence[DeepSpeedSlot], wrappers: Sequence[Any]
+) -> None:
+    """Check that each file of stages 1 and 2 is of the rank in its name.
+
+    It says where in the rank's part each parameter is (``param_slice_mappings``). Files of stage 3, and
+    of old releases, say nothing that tells one rank from another.
+
+    Raises:
+        CheckpointError: a file is of another rank.
+    """
+    for at, slot in enumerate(slots):
+        begin = 0
+        for rank, (file, wrapper) in enumerate(zip(files, wrappers, strict=True)):
+            end = begin + slot.masters[rank].numel() + slot.padding[rank]
+            told = _told_fragments(wrapper, at)
+            if told is not None and told != _fragments(slot, begin, end):
+                raise CheckpointError(
+                    f"{file} is not of rank {rank}, as its name says: the parameters of its group {at} "
+                    f"are {', '.join(map(repr, told)) or 'none'}, at other places than this rank's. "
+                    "Files of two ranks may have been exchanged when they were copied."
+                )
+            begin = end
+
+
+def _fragments(slot: DeepSpeedSlot, begin: int, end: int) -> dict[str, tuple[int, int]]:
+    """Name -> start and number of the elements in part ``[begin, end)`` of a flat group."""
+    found, at = {}, 0
+    for (fqn, shape), gap in zip(slot.shapes.items(), slot.gaps, strict=True):
+        first, last = max(at, begin), min(at + prod(shape), end)
+        if first < last:
+            found[fqn] = (first - begin, last - first)
+        at += prod(shape) + gap
+    return found
+
+
+def _told_fragments(wrapper: Any, group: int) -> dict[str, tuple[int, int]] | None:
+    """The same, as a file tells it; None if it does not."""
+    try:
+        rows = wrapper["param_slice_mappings"][group].items()
+        return {name: (int(place.start), int(place.numel)) for name, place in rows if place.numel}
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        return None
 
 
 def like_master(key: str, state: Any, master: Tensor, padding: int) -> Tensor | None:

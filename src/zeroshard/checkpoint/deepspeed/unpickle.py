@@ -3,22 +3,96 @@
 torch's restricted unpickler makes numbers, texts, containers and tensors. A few named classes become a
 :class:`Likeness`, without methods. Any other object becomes an :class:`Unread`. Nothing that a file names
 is imported or called. Tensors are mapped from the file, so that those that are not used are not read.
+
+Torch writes the CRC-32 of each record of such a file, and does not look at it when it reads. Small
+records are compared when a file is opened, all others before the first value of a tensor is used.
 """
 
 from __future__ import annotations
 
 import threading
+import zipfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from enum import EnumMeta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zeroshard.errors import CheckpointError
+
+T = TypeVar("T")
+
+_SMALL_NBYTES = 2**20
+_READ_NBYTES = 2**20
+_CHECK = "_zeroshard_check"
+
+
+class RecordCheck:
+    """Compares the records of a file with their CRC-32. A record without one (0) is not compared."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._left: list[zipfile.ZipInfo] = []
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                if info.file_size > _SMALL_NBYTES:
+                    self._left.append(info)
+                else:
+                    _compare(archive, info)
+
+    def finish(self) -> None:
+        """Compare the large records, once.
+
+        Raises:
+            CheckpointError: a value differs from what was written.
+        """
+        left, self._left = self._left, []
+        if not left:
+            return
+        try:
+            with zipfile.ZipFile(self._path) as archive:
+                for info in left:
+                    _compare(archive, info)
+        except Exception as error:  # the file may have changed since it was opened
+            self._left = left
+            raise CheckpointError(
+                f"{self._path} is damaged: {_short(error)}. Use another copy of the file."
+            ) from error
+
+
+def _compare(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
+    """Raises ``zipfile.BadZipFile`` if the CRC-32 differs."""
+    if info.CRC or not info.file_size:  # torch.serialization.set_crc32_options(False) writes 0
+        with archive.open(info) as record:
+            while record.read(_READ_NBYTES):
+                pass
+
+
+def check_values(tensor: Tensor) -> None:
+    """Check the file that a tensor of :func:`load_plain` is mapped from, before its values are used.
+
+    Raises:
+        CheckpointError: a value of the file differs from what was written.
+    """
+    check = getattr(tensor, _CHECK, None)
+    if check is not None:
+        check.finish()
+
+
+def checked_copy(value: T) -> T:
+    """A copy of nested data, whose tensors are in memory. Raises what :func:`check_values` does."""
+    for tensor in tensors_in(value):
+        check_values(tensor)
+    copied = deepcopy(value)
+    for tensor in tensors_in(copied):
+        vars(tensor).pop(_CHECK, None)
+    return copied
 
 
 class Unread:
@@ -128,13 +202,17 @@ def load_plain(path: Path, likenesses: Mapping[str, Any]) -> Any:
                 unknown = sorted(get_unsafe_globals_in_checkpoint(path))
             others = [(_unread_class(name, path), name) for name in unknown]
             with safe_globals([*known, *others]):
-                return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        check = RecordCheck(path)
     except Exception as error:  # a pickle can make its reader raise anything
         refers = f" It refers to {', '.join(unknown)}." if unknown else ""
         raise CheckpointError(
             f"{path} cannot be read without running code, or is damaged: {_short(error)}.{refers} "
             "If it was truncated or damaged by copying, use another copy."
         ) from error
+    for tensor in tensors_in(found):
+        setattr(tensor, _CHECK, check)
+    return found
 
 
 def _unread_class(name: str, path: Path) -> type[Unread]:
@@ -160,3 +238,17 @@ def unread_in(value: Any) -> Iterator[Unread]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from unread_in(item)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested data."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Likeness):
+        yield from tensors_in(vars(value))
