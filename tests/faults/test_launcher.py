@@ -126,6 +126,25 @@ def gone(pid: int, within_s: float = 10.0) -> bool:
 # ---------------------------------------------------------------- runs that work
 
 
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-"])
+def test_a_launcher_without_standard_streams_runs_its_ranks(folder, env, closed):
+    body = (
+        RANK + "open(f'ran-{rank}', 'w').write('yes'); print('out'); print('err', file=sys.stderr)"
+    )
+    (folder / "script.py").write_text(body)
+    words = f"exec {' '.join(LAUNCH)} --nproc 2 script.py {closed}"
+    done = subprocess.run(["sh", "-c", words], cwd=folder, env=env, timeout=60, check=False)
+    assert done.returncode == 0
+    assert [(folder / f"ran-{rank}").read_text() for rank in range(2)] == ["yes", "yes"]
+
+
+def test_a_script_that_cannot_be_parsed_is_shown_once(launch):
+    done = launch("--nproc", "2", body="def f(:\n    pass\n")
+    assert done.code == 1
+    assert done.said == ["ranks 0-1 raised SyntaxError: invalid syntax (exit code 1)."]
+    assert done.err.count("def f(:") == 1
+
+
 @pytest.mark.smoke
 def test_ranks_see_their_place_and_the_launchers_defaults(launch):
     names = (

@@ -197,3 +197,20 @@ def test_a_rank_on_another_kind_of_device_is_named():
     device = CUDA if dist.get_rank() else CPU
     with pytest.raises(RankMismatch, match="device type"):
         opened_for(device=device)
+
+
+@on_ranks(2)
+def test_a_rank_with_another_version_of_torch_is_named():
+    own = "2.12.0+cu130" if dist.get_rank() else "2.12.1"
+    with (
+        mock.patch.object(torch, "__version__", own),
+        pytest.raises(RankMismatch, match=r"version of torch = 2\.12\.1 .* vs 2\.12\.0 \(rank 1"),
+    ):
+        opened_for(device=CPU)
+
+
+@on_ranks(2)
+def test_builds_of_one_version_of_torch_may_differ():
+    own = "2.12.0+cu130" if dist.get_rank() else "2.12.0"
+    with mock.patch.object(torch, "__version__", own):
+        opened_for(device=CPU)

@@ -108,6 +108,16 @@ def test_json_that_is_no_object_is_an_error(tmp_path: Path) -> None:
     assert error_of(path) == f"{path} must contain one JSON object {{...}}, not [1, 2]"
 
 
+def test_a_configuration_that_is_nested_without_end_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    endless: dict[str, Any] = {}
+    endless["zero_optimization"] = endless
+    for text in ("[" * 100_000, '{"a":' * 100_000):
+        path.write_text(text)
+        assert error_of(path) == f"{path} is nested too deeply, or contains itself"
+    assert error_of(endless) == "the configuration is nested too deeply, or contains itself"
+
+
 def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_bytes(b"\xff\xfe\x00{")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from support.covering import FULL
@@ -10,6 +12,7 @@ from support.deepspeed_files import (
     Run,
     check_values,
     deepspeed_classes,
+    model_file,
     optim_file,
     value,
     write,
@@ -87,4 +90,14 @@ def test_files_of_two_ranks_that_were_exchanged_are_refused(tmp_path, deepspeed_
     with pytest.raises(
         CheckpointError, match=rf"{first.name} is not of rank 0, .* group 0 are 'b'"
     ):
+        DeepSpeedReader(path)
+
+
+@pytest.mark.parametrize("place", ["model", "optim"])
+def test_a_pipe_in_place_of_a_file_is_not_opened(tmp_path, deepspeed_classes, place):
+    path = write(tmp_path, Run(3, 1), deepspeed_classes)
+    file = optim_file(path, 0) if place == "optim" else model_file(path, 0)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=rf"{file.name} is a pipe, a socket or a device"):
         DeepSpeedReader(path)

@@ -256,7 +256,24 @@ def test_the_error_file_of_torch_elastic_is_read():
     assert trace.headline == "ValueError: boom"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"message": 3}', '{"message": {}}'])
+UNPARSED = '  File "train.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax\n'
+
+
+def test_a_script_that_cannot_be_parsed_has_a_trace_without_a_head():
+    trace = last_trace("a warning\n" + UNPARSED)
+    assert trace is not None
+    assert trace.headline == "SyntaxError: invalid syntax"
+    assert trace.text.startswith('  File "train.py", line 1\n    def f(:')
+    inner = 'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\n    import b\n'
+    whole = last_trace(inner + UNPARSED)
+    assert whole is not None
+    assert whole.text.startswith(inner)
+    assert whole.headline == "SyntaxError: invalid syntax"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "[" * 100_000, '{"message": 3}', '{"message": {}}']
+)
 def test_a_broken_error_file_is_no_trace(content):
     assert trace_of_error_file(content) is None
 
@@ -267,6 +284,8 @@ def test_a_broken_error_file_is_no_trace(content):
         ("Traceback (most recent call last):\n", True),
         ("[rank12]: Traceback (most recent call last):\n", True),
         ("Fatal Python error: Segmentation fault\n", True),
+        ('  File "train.py", line 1\n', True),
+        ('  File "train.py", line 1, in <module>\n', False),
         ("loss 2.5\n", False),
         ("see Traceback (most recent call last): above\n", False),
     ],

@@ -23,6 +23,7 @@ from zeroshard.cli.launch import CONTEXT, launch_command
 from zeroshard.cli.plan import plan_command
 from zeroshard.cli.report import report_command
 from zeroshard.cli.stacks import stacks_command
+from zeroshard.cli.telling import open_standard_streams
 from zeroshard.errors import ConfigError
 
 main = typer.Typer(
@@ -94,6 +95,7 @@ def run() -> None:
     A process that has planned ends without freeing its objects one by one: for those of torch and
     Transformers this takes over a second of CPU time.
     """
+    open_standard_streams()
     try:
         main()
     except SystemExit as leaving:

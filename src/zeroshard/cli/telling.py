@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Annotated
@@ -22,3 +23,18 @@ def errors_told() -> Iterator[None]:
     except (ZeroShardError, OSError) as error:
         print(f"zeroshard: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+
+
+def open_standard_streams() -> None:
+    """Open the null device in place of standard streams that the caller has closed (``>&-``).
+
+    The next file would get the number of such a stream, and what ranks print would be written to it.
+    """
+    if None not in (sys.stdin, sys.stdout, sys.stderr):
+        return
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))

@@ -54,6 +54,8 @@ _STRING = r'"(?:\\.|[^"\\])*"'
 _COMMENT = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
 
+_TOO_DEEP = "is nested too deeply, or contains itself"
+
 
 def read_source(source: Source) -> tuple[dict[str, Any], str]:
     """The configuration as a new dict, and where it came from: "config" or "file PATH".
@@ -66,7 +68,10 @@ def read_source(source: Source) -> tuple[dict[str, Any], str]:
     if source is None:
         return {}, "config"
     if isinstance(source, Mapping):
-        return copy_tree(source), "config"
+        try:
+            return copy_tree(source), "config"
+        except RecursionError:
+            raise ConfigError(f"the configuration {_TOO_DEEP}") from None
     if isinstance(source, PathLike):
         return _read_file(Path(source))
     if not isinstance(source, str):
@@ -125,6 +130,8 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
         raise ConfigError(
             f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from None
+    except RecursionError:
+        raise ConfigError(f"{name} {_TOO_DEEP}") from None
     if twice:
         raise ConfigError("\n".join(f"{name}: {line}" for line in sorted(set(twice))))
     if not isinstance(parsed, dict):

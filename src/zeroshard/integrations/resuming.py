@@ -66,7 +66,7 @@ def _fault_of(path: Path, read_all: bool) -> str:
     if _number(path)[0] == "-":
         try:
             json.loads((path / _WRITTEN_LAST).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             return f"{_WRITTEN_LAST}, which is written last, cannot be read ({error})"
     engines = [
         path,

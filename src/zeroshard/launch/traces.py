@@ -14,6 +14,8 @@ from dataclasses import dataclass
 _PREFIX = re.compile(r"^\[rank\d+\]:[ ]?")
 _TRACEBACK = re.compile(r"^(?:  \+ Exception Group )?Traceback \(most recent call last\):")
 _FATAL = re.compile(r"^(?:Fatal Python error: |terminate called (?:after|without|recursively))")
+# The main script cannot be parsed: Python prints the place and the error, without a head.
+_UNPARSED = re.compile(r'^  File ".+", line \d+$')
 _LINK = re.compile(
     r"^(?:During handling of the above exception|The above exception was the direct cause)"
 )
@@ -37,7 +39,7 @@ class Trace:
 def starts_trace(line: str) -> bool:
     """Whether this line of a standard error is the first of a trace."""
     line = _PREFIX.sub("", line)
-    return bool(_TRACEBACK.match(line) or _FATAL.match(line) or _LINK.match(line))
+    return any(kind.match(line) for kind in (_TRACEBACK, _FATAL, _LINK, _UNPARSED))
 
 
 def last_trace(stderr: str) -> Trace | None:
@@ -62,7 +64,7 @@ def trace_of_error_file(content: str) -> Trace | None:
     try:
         message = json.loads(content)["message"]
         text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return last_trace(text) if isinstance(text, str) else None
 
@@ -84,12 +86,18 @@ def _start_of_last(lines: list[str]) -> int | None:
             if not linked:
                 start = number
             linked = False
+        elif _UNPARSED.match(line) and not (
+            number and lines[number - 1].startswith((" ", "Trace"))
+        ):
+            start = number  # in a traceback, it follows a frame
     return start
 
 
 def _headline(block: list[str]) -> str:
     """The line that names the last exception of a chain, or the fatal error."""
     last = max((i for i, line in enumerate(block) if _TRACEBACK.match(line)), default=None)
+    if last is None and block and _UNPARSED.match(block[0]):
+        last = 0
     if last is None:
         return block[0] if block else ""
     marked = block[last].startswith("  +")

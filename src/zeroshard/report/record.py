@@ -136,7 +136,7 @@ def _lines(path: Path, text: str) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is no line
         try:
             found = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             found = error
         if not isinstance(found, dict) or "kind" not in found:
             raise UsageError(

@@ -48,6 +48,7 @@ from zeroshard.errors import (
     UsageError,
     ZeroShardError,
 )
+from zeroshard.version import __version__
 from zeroshard.watchdog.join import own_client, place_of, store_rank, watchdog_of
 from zeroshard.watchdog.lone_reads import LoneReadCheck
 from zeroshard.watchdog.messages import LEAVERS, watchdog_namespace
@@ -393,8 +394,14 @@ def _agree(
         namespace.multi_set([f"near/{space}" for space in near], list(near.values()))
         return summary
 
+    shared = {
+        "call": crew.call,
+        "device type": own_device.kind,
+        "version of zeroshard": __version__,
+        "version of torch": torch.__version__.partition("+")[0],
+    }
     told = agree_plan(
-        namespace, crew.me, size, {"call": crew.call, "device type": own_device.kind, **plan},
+        namespace, crew.me, size, {**shared, **plan},
         card=card, sum_up=sum_up, timeout_s=crew.settings.limit_s("setup"), check=crew.check,
     )  # fmt: skip
     refused, _, runs = told.partition(_END_OF_ERROR)

@@ -10,6 +10,7 @@ records are compared when a file is opened, all others before the first value of
 
 from __future__ import annotations
 
+import stat
 import threading
 import zipfile
 from argparse import Namespace
@@ -193,6 +194,8 @@ def load_plain(path: Path, likenesses: Mapping[str, Any]) -> Any:
     known: list[Any] = [*_KNOWN, *((stand_in, name) for name, stand_in in likenesses.items())]
     unknown: list[str] = []
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its other end
+            raise CheckpointError(f"{path} is a pipe, a socket or a device, and not a file.")
         path.open("rb").close()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}.") from error
