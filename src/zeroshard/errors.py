@@ -108,6 +108,10 @@ EXIT_DIAGNOSIS = 75
 """Exit code of a rank that the watchdog ends, because its main thread cannot raise the diagnosis."""
 
 
+ENDED, CLOSED = "ended its program", "closed its engine"
+"""Why a rank has left that raised no error. Other ranks' diagnoses say so, and the launcher reads it."""
+
+
 def in_short(error: BaseException) -> str:
     """Type and message of an error on one line of at most 600 characters, to send to other ranks."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:600]

@@ -188,12 +188,30 @@ def test_a_clean_run_has_nothing_to_report():
     assert (report.lines, report.exitcode) == ((), 0)
 
 
-def test_a_rank_that_left_early_with_code_0_is_named():
-    report = build_report([RankExit(1, 0, 1.0), RankExit(0, 76, 2.0)], NOTHING)
+RANK_LOST = "Traceback (most recent call last):\nzeroshard.errors.RankLost: RankLost at step 3"
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "what"),
+    [
+        (76, "", "lost its peers (exit code 76)"),
+        (1, RANK_LOST, "lost its peers: RankLost (exit code 1)"),
+        (75, RANK_LOST, "was stopped by ZeroShard's watchdog (exit code 75): zeroshard.errors.RankLost: "
+         "RankLost at step 3"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_left_early_with_code_0_is_named_first(code, stderr, what):
+    report = build_report([RankExit(1, 0, 1.0), RankExit(0, code, 2.0, stderr=stderr)], NOTHING)
     assert report.lines == (
-        "rank 0 lost its peers (exit code 76).",
-        "rank 1 had already ended with exit code 0: the others still waited for it.",
+        "rank 1 ended with exit code 0 while others still waited for it.",
+        f"rank 0 followed: {what}.",
     )
+    assert report.exitcode == code
+
+
+def test_a_rank_that_the_watchdog_stopped_for_a_lost_one_follows_it():
+    deaths = [RankExit(0, 75, 1.0, stderr=RANK_LOST), RankExit(1, 3, 1.5)]
+    assert build_report(deaths, NOTHING).lines[0].startswith("rank 1 exited with code 3")
 
 
 def test_an_interrupted_run_is_one_line():

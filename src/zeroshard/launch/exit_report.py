@@ -13,7 +13,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroshard.errors import EXIT_DIAGNOSIS
+from zeroshard.errors import CLOSED, ENDED, EXIT_DIAGNOSIS
 from zeroshard.launch.cgroup import OomCounters
 from zeroshard.launch.traces import Trace, last_trace, trace_of_error_file
 from zeroshard.memory.host_limits import gib
@@ -33,6 +33,7 @@ _GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _WANTS_GPU = re.compile(r"support bf16/gpu|(?:fp16|bf16) mixed precision requires")
 _USE_CPU = "there is no GPU here, and the program needs one: start it with `--use_cpu true`"
 _FROZEN_PEER = re.compile(r"(?:[\w.]+\.)?RankFrozen\b")  # a verdict on another rank, not a cause
+_LEFT = re.compile(rf"^ *rank (\d+)\b[^:\n]*: left: (?:{ENDED}|{CLOSED})", re.MULTILINE)
 _FROZEN = "was stopped by a signal (SIGSTOP); when another rank had failed, the launcher killed it"
 
 
@@ -97,9 +98,8 @@ def explain_exit(death: RankExit, kernel: KernelCounters) -> ExitCause:
     if death.exitcode == EXIT_SURVIVOR:
         return ExitCause(death, f"lost its peers (exit code 76){headline}", True, trace)
     if death.exitcode == EXIT_DIAGNOSIS:
-        return ExitCause(
-            death, f"was stopped by ZeroShard's watchdog (exit code 75){headline}", False, trace
-        )
+        what = f"was stopped by ZeroShard's watchdog (exit code 75){headline}"
+        return ExitCause(death, what, trace is not None and bool(_lost_peer(trace)), trace)
     if trace is None:
         what = f"exited with code {death.exitcode} and left no traceback"
         return ExitCause(death, what, False, None)
@@ -155,12 +155,18 @@ def build_report(
     root = next((v for v in failed if not v.consequence), failed[0])
     causes = [root] + [v for v in failed if not v.consequence and v is not root]
     folded = [v for v in failed if v.consequence and v is not root]
-    lines = [f"{who} {what}." for who, what in _grouped(causes)]
-    early = [d.rank for d in ordered if d.exitcode == 0 and d.at_s < root.death.at_s]
-    if root.consequence and early:
-        lines.append(
-            f"{_ranks(early)} had already ended with exit code 0: the others still waited for it."
-        )
+    named = {int(rank) for rank in _LEFT.findall(root.trace.text if root.trace else "")}
+    early = [
+        death.rank
+        for death in ordered
+        # An interpreter that ends takes longer than the news that its rank has left.
+        if death.exitcode == 0 and (death.at_s < root.death.at_s or death.rank in named)
+    ]
+    if root.consequence and early:  # nobody failed before them
+        lines = [f"{_ranks(early)} ended with exit code 0 while others still waited for it."]
+        causes, folded = [], [*causes, *folded]
+    else:
+        lines = [f"{who} {what}." for who, what in _grouped(causes)]
     lines += [f"{who} followed: {what}." for who, what in _grouped(folded)]
     code = root.death.exitcode
     return ExitReport(

@@ -355,9 +355,12 @@ class _Case:
             lines.append(f"  also: {rank_ranges(w.rank for w in lost[1:])}")
         else:
             lines += self._waits(self._without(lost))[:1]
+        name = rank_ranges([first.rank])
         lines.append(
-            f"  The cause is in the output of {rank_ranges([first.rank])}; the others only lost "
-            "their connection to it."
+            f"  Fix: {name} made fewer steps than the others. Look for a data loader that is shorter "
+            "there, or for sys.exit()."
+            if what.endswith((errors.ENDED, errors.CLOSED))
+            else f"  The cause is in the output of {name}; the others only lost their connection to it."
         )
         return self._diagnosis("RankLost", True, [w.rank for w in lost], lines)
 

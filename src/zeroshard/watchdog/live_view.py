@@ -24,7 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from zeroshard.comm.agreement import Store, look
 from zeroshard.comm.host import Process, this_process
-from zeroshard.errors import UsageError
+from zeroshard.errors import CLOSED, UsageError
 from zeroshard.watchdog.diagnosis import RankStatus
 from zeroshard.watchdog.messages import BELL, StoreClient, StoreLost
 from zeroshard.watchdog.rank_status import Peer, status_from_answer, status_from_host
@@ -225,7 +225,7 @@ def _states(store: Store, file: RanksFile, answers: dict[int, dict[str, Any]]) -
         if rank not in answers and (text := look(store, f"card/{rank}")) is not None:
             card = json.loads(text)
             if card["state"] != "on":
-                found[rank] = card["reason"] or "closed its engine"
+                found[rank] = card["reason"] or CLOSED
     return found
 
 

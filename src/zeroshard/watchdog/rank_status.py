@@ -28,6 +28,7 @@ from zeroshard.comm.recorder import (
     remove_recording,
     stack_file_of,
 )
+from zeroshard.errors import CLOSED
 from zeroshard.watchdog.diagnosis import TORCH, RankStatus, Wait
 
 _FRAMES = 8
@@ -233,7 +234,7 @@ def status_from_host(peer: Peer, here: Process, *, asked: bool = True) -> RankSt
     """The status of a rank that does not answer, or was not ``asked``, from what this host knows."""
     fate, detail = peer.fate(here)
     if fate in ("runs", "waits") and peer.has_left(here):
-        fate, detail = "left", "closed its engine"
+        fate, detail = "left", CLOSED
     if fate == "waits" and not asked:  # seen once: it may run the next moment
         fate, detail = "runs", ""
     flight = read_recording_file(Path(peer.recording)) if fate != "unknown" else None

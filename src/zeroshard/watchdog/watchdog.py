@@ -65,7 +65,7 @@ from typing import Any, Protocol
 from zeroshard.comm.agreement import Store
 from zeroshard.comm.host import this_process
 from zeroshard.comm.recorder import FrozenStack, Recorder
-from zeroshard.errors import EXIT_DIAGNOSIS
+from zeroshard.errors import CLOSED, ENDED, EXIT_DIAGNOSIS
 from zeroshard.watchdog.diagnosis import Diagnosis
 from zeroshard.watchdog.inquiry import POLL_S, Inquiry, own_answer
 from zeroshard.watchdog.lone_reads import Position, position_of
@@ -258,7 +258,7 @@ class Watchdog:
         """Stop following the session. Ranks that wait for it can read in the store why it was closed."""
         if session_watch not in self._sessions:
             return
-        self.tell_left(session_watch, reason or "closed its engine")
+        self.tell_left(session_watch, reason or CLOSED)
         self._sessions.discard(session_watch)
         self._keep(self._own, reason)
         for peers in _recordings(session_watch):
@@ -320,7 +320,7 @@ class Watchdog:
         self.messages.on_call = lambda: None
         with contextlib.suppress(StoreLost):
             state_word = "idle" if reason is None else "left"
-            self.messages.post_card(state_word, reason or "ended its program")
+            self.messages.post_card(state_word, reason or ENDED)
         self.messages.close()
         if self._frozen is not None:
             self._frozen.close()
