@@ -138,6 +138,34 @@ def test_a_launcher_without_standard_streams_runs_its_ranks(folder, env, closed)
     assert [(folder / f"ran-{rank}").read_text() for rank in range(2)] == ["yes", "yes"]
 
 
+JOIN = "import zeroshard\nzeroshard.init_distributed()\nprint('joined', rank)\n"
+
+
+def test_a_rank_that_ends_before_it_joins_is_named_at_once(launch):
+    """With exit code 0 the launcher lets the others go on; without a word they waited for ten minutes."""
+    begin_s = time.monotonic()
+    done = launch("--nproc", "2", body=RANK + "if rank: sys.exit(0)\n" + JOIN)
+    assert time.monotonic() - begin_s < 40
+    assert done.code == 1
+    assert "rank 1: its process has ended, before it reached init_distributed" in done.err
+    assert done.said[0] == "rank 1 ended with exit code 0 while others still waited for it."
+
+
+def test_a_rank_that_is_stopped_before_it_joins_is_named_and_may_go_on(launch):
+    stop = (
+        "if rank:\n    import subprocess\n"
+        "    subprocess.Popen(['sh', '-c', f'sleep 9; kill -CONT {os.getpid()}'])\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    done = launch("--nproc", "2", body=RANK + stop + JOIN)
+    assert done.code == 0
+    assert {"joined 0", "joined 1"} <= set(done.out.splitlines())
+    assert "is stopped by a signal, and has not reached init_distributed" in done.err
+    assert any(
+        line.startswith("rank 1 is stopped by a signal, and the others") for line in done.said
+    )
+
+
 def test_a_script_that_cannot_be_parsed_is_shown_once(launch):
     done = launch("--nproc", "2", body="def f(:\n    pass\n")
     assert done.code == 1

@@ -29,6 +29,7 @@ class FakeProcesses:
         self.sent: list[tuple[int, signal.Signals]] = []
         self.asked: list[tuple[int, signal.Signals]] = []
         self.stopped: set[int] = set()
+        self.said: list[str] = []
         self.ranks = {rank: FakeProcess(100 + rank) for rank in range(count)}
         self.supervisor = WorkerSupervisor(
             self.ranks,
@@ -37,6 +38,7 @@ class FakeProcesses:
             ask=lambda rank, _, number: self.asked.append((rank, number)),
             clock=lambda: self.now_s,
             stopped=lambda pid: pid - 100 in self.stopped,
+            say=self.said.append,
         )
 
     def tick(self, at_s: float) -> bool:
@@ -61,6 +63,43 @@ def test_a_clean_end_of_one_member_stops_nobody(fake):
     fake.tick(1)
     fake.tick(1000)
     assert fake.sent == []
+
+
+def test_a_rank_that_a_signal_has_stopped_is_named_once(fake):
+    fake.stopped = {1}
+    for at_s in range(10):
+        fake.tick(at_s)
+    assert len(fake.said) == 1
+    assert fake.said[0].startswith("rank 1 is stopped by a signal")
+    assert "`kill -CONT 101`" in fake.said[0]
+    fake.stopped = set()
+    fake.tick(20)
+    fake.stopped = {1}
+    for at_s in range(21, 100):
+        fake.tick(at_s)
+    assert len(fake.said) == 2
+    assert fake.sent == []
+
+
+def test_a_run_that_the_user_has_stopped_is_left_alone(fake):
+    fake.stopped = {0, 1}
+    for at_s in range(1000):
+        fake.tick(at_s)
+    assert (fake.said, fake.sent) == ([], [])
+
+
+def test_a_stopped_rank_that_is_left_alone_is_killed_after_a_minute(fake):
+    fake.ranks[0].code = 0
+    fake.tick(0)
+    fake.stopped = {1}
+    for at_s in range(1, 60):
+        fake.tick(at_s)
+    assert (len(fake.said), fake.sent) == (1, [])
+    fake.tick(61)
+    assert fake.sent == [(1, signal.SIGKILL)]
+    fake.ranks[1].code = -9
+    assert fake.tick(62)
+    assert [death.frozen for death in fake.supervisor.deaths] == [False, True]
 
 
 def test_deaths_carry_the_time_at_which_they_were_seen(fake):

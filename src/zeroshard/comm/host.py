@@ -60,6 +60,38 @@ def fate_of(process: Process, here: Process) -> tuple[str, str]:
     return "runs", ""
 
 
+def sibling_ranks() -> dict[int, int]:
+    """Global rank -> process number of the ranks that run below this process's parent, a launcher.
+
+    A rank is known by the variable ``RANK`` with which it was started. Empty if the parent has that
+    variable itself: then it is a script around this rank alone.
+    """
+    parent = os.getppid()
+    if _rank_of(parent) is not None:
+        return {}
+    found = {}
+    with contextlib.suppress(OSError):
+        for children in (_PROC / str(parent) / "task").glob("*/children"):
+            for pid in map(int, children.read_text().split()):
+                if (rank := _rank_of(pid)) is not None:
+                    found[rank] = pid
+    return found
+
+
+def _rank_of(pid: int) -> int | None:
+    """The variable ``RANK`` of a process when it started; None: it had none, or has ended."""
+    with contextlib.suppress(OSError, ValueError):
+        for entry in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"RANK="):
+                return int(entry[5:])
+    return None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process (SIGSTOP)."""
+    return _stat(pid)[0] in ("T", "t")
+
+
 def open_sockets() -> dict[int, str]:
     """Descriptor -> identity of every socket that this process has open."""
     found: dict[int, str] = {}

@@ -169,7 +169,9 @@ class _Watch:
         self._pids = tuple(process.pid for process in processes.values())
         self._guardian.watch(self._pids)
         self._streams.start()
-        self.supervisor = WorkerSupervisor(processes, timeouts=self._run.timeouts)
+        self.supervisor = WorkerSupervisor(
+            processes, timeouts=self._run.timeouts, say=self._streams.say
+        )
         if threading.current_thread() is threading.main_thread():
             for number in _HANDLED:
                 ignored = number in self._ignored

@@ -34,7 +34,7 @@ _WANTS_GPU = re.compile(r"support bf16/gpu|(?:fp16|bf16) mixed precision require
 _USE_CPU = "there is no GPU here, and the program needs one: start it with `--use_cpu true`"
 _FROZEN_PEER = re.compile(r"(?:[\w.]+\.)?RankFrozen\b")  # a verdict on another rank, not a cause
 _LEFT = re.compile(rf"^ *rank (\d+)\b[^:\n]*: left: (?:{ENDED}|{CLOSED})", re.MULTILINE)
-_FROZEN = "was stopped by a signal (SIGSTOP); when another rank had failed, the launcher killed it"
+_FROZEN = "was stopped by a signal (SIGSTOP); when other ranks had ended, the launcher killed it"
 
 
 @dataclass(frozen=True, slots=True)

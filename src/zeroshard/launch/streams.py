@@ -138,6 +138,12 @@ class Streams:
         self._write_ends.clear()
         self._thread.start()
 
+    def say(self, text: str) -> None:
+        """Tell the user something while ranks run."""
+        with contextlib.suppress(OSError, ValueError):
+            self._sinks[1].write(f"zeroshard: {text}\n".encode())
+            self._sinks[1].flush()
+
     def fail(self) -> None:
         """Hold traces for the report from now on, because a rank failed."""
         self._failing.set()

@@ -10,7 +10,8 @@ not to the workers of their data loaders. When the time is up, or after another 
 
 In GRACE the survivors may end by themselves, with a diagnosis that says where they were. A process that
 a signal has stopped (SIGSTOP) cannot do so and would never receive SIGTERM: it is killed when GRACE or
-STOPPING begins, and its exit is marked as ``frozen``.
+STOPPING begins, and its exit is marked as ``frozen``. While others run it is only named; when all others
+have ended, it is killed after ``alone_s``.
 :meth:`~WorkerSupervisor.tick` never blocks; the caller sleeps between two ticks.
 """
 
@@ -55,9 +56,13 @@ class ShutdownTimeouts:
     grace_s: float = 5.0  # time for survivors of a failure to end by themselves
     stop_s: float = 30.0  # time between the request to stop and SIGKILL
     save_s: float = 0.0  # time to save after the user's signal; 0: it is a request to stop
+    alone_s: float = 60.0  # time that stopped processes may take to go on when no other is left
 
 
 Send = Callable[[int, WorkerProcess, signal.Signals], None]
+
+_STOPPED_S = 2.0
+"""A process that is stopped for less is not worth a line."""
 
 
 def signal_group(_: int, process: WorkerProcess, number: signal.Signals) -> None:
@@ -76,7 +81,7 @@ class WorkerSupervisor:
     """Supervises ``processes`` by rank. The caller has started them; each leads its own session.
 
     ``send`` delivers a signal to a process, ``ask`` one that asks it to save. ``clock`` gives the time in
-    seconds; ``stopped`` says whether a signal has stopped the process with an id.
+    seconds; ``stopped`` says whether a signal has stopped the process with an id. ``say`` tells the user.
     """
 
     def __init__(
@@ -88,12 +93,17 @@ class WorkerSupervisor:
         ask: Send = signal_leader,
         clock: Callable[[], float] = time.monotonic,
         stopped: Callable[[int], bool] = is_stopped,
+        say: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self._alive = dict(processes)
         self._patience = timeouts
         self._send, self._ask = send, ask
         self._clock = clock
         self._is_stopped = stopped
+        self._say = say
+        self._look_s = 0.0
+        self._stopped_s: dict[int, float] = {}  # rank -> when it was first seen stopped
+        self._named: set[int] = set()  # stopped ranks that the user was told of
         self._frozen: set[int] = set()  # ranks that were killed because a signal had stopped them
         self._deadline_s = float("inf")
         self._told: set[int] = set()  # ranks that were alive when the launcher asked them to stop
@@ -126,6 +136,9 @@ class WorkerSupervisor:
                 frozen = rank in self._frozen
                 told = rank in self._told and not frozen
                 self.deaths.append(RankExit(rank, code, now_s, stopped=told, frozen=frozen))
+        if self.phase is Phase.RUNNING and now_s >= self._look_s:
+            self._look_s = now_s + 1.0
+            self._note_stopped(now_s)
         failed = any(death.exitcode != 0 for death in self.deaths)
         if self.phase in (Phase.RUNNING, Phase.SAVING) and failed:
             self._enter(Phase.GRACE, now_s + self._patience.grace_s)
@@ -183,6 +196,25 @@ class WorkerSupervisor:
         self._enter(Phase.STOPPING, now_s + self._patience.stop_s)
         self._kill_frozen()
         self._tell(number)
+
+    def _note_stopped(self, now_s: float) -> None:
+        """Name processes that a signal has stopped, unless all are (the user stopped the run)."""
+        stopped = {rank for rank, process in self._alive.items() if self._is_stopped(process.pid)}
+        self._stopped_s = {rank: self._stopped_s.get(rank, now_s) for rank in sorted(stopped)}
+        self._named &= stopped
+        if stopped == set(self._alive) and not self.deaths:
+            return
+        for rank, since_s in self._stopped_s.items():
+            if rank not in self._named and now_s - since_s >= _STOPPED_S:
+                self._named.add(rank)
+                pid = self._alive[rank].pid
+                self._say(
+                    f"rank {rank} is stopped by a signal, and the others wait for it: `kill -CONT {pid}` "
+                    "lets it go on."
+                )
+        longest_s = now_s - min(self._stopped_s.values(), default=now_s)
+        if stopped == set(self._alive) and longest_s >= self._patience.alone_s:
+            self._kill_frozen()
 
     def _kill_frozen(self) -> None:
         for rank, process in self._alive.items():

@@ -357,11 +357,13 @@ class _Case:
             lines += self._waits(self._without(lost))[:1]
         name = rank_ranges([first.rank])
         lines.append(
-            f"  Fix: {name} made fewer steps than the others. Look for a data loader that is shorter "
-            "there, or for sys.exit()."
-            if what.endswith((errors.ENDED, errors.CLOSED))
-            else f"  The cause is in the output of {name}; the others only lost their connection to it."
+            f"  The cause is in the output of {name}; the others only lost their connection to it."
         )
+        if what.endswith((errors.ENDED, errors.CLOSED)):
+            lines.append(
+                f"  If there is no error, {name} made fewer steps: look for a data loader that is shorter "
+                "there, or for sys.exit()."
+            )
         return self._diagnosis("RankLost", True, [w.rank for w in lost], lines)
 
     def frozen(self, frozen: list[RankStatus]) -> Diagnosis:

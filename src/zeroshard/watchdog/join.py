@@ -40,7 +40,7 @@ from zeroshard.comm.env import (
     rank_info_of,
     run_name,
 )
-from zeroshard.comm.host import hung_up, open_sockets
+from zeroshard.comm.host import hung_up, is_stopped, open_sockets, sibling_ranks
 from zeroshard.comm.recorder import PRESENCE, recording_dir
 from zeroshard.core.listening import listening_socket
 from zeroshard.errors import LaunchError, RankLate, RankLost
@@ -344,13 +344,24 @@ class Waiting:
         self._main = threading.get_ident()
         self._begun_s = time.monotonic()
         self._due_s = self.settings.report_s()
+        # A launcher may still be starting the last ranks when the first one waits.
+        self._look_s = 3.0
+        self._fates: dict[int, tuple[str, str]] = {}
+        info = current_rank_info()
+        first = info.rank - info.local_rank
+        self._here = range(first, first + info.local_world_size)
 
     def look(self, missing: Sequence[int], what: str = "init_distributed") -> None:
-        """Report, or raise the diagnosis, if it is time. One rank reports for all that wait."""
+        """Report, or raise the diagnosis, if it is time. One rank reports for all that wait.
+
+        It is time at once if a missing rank of this host has ended or is stopped.
+        """
         waited_s = time.monotonic() - self._begun_s
-        if waited_s < min(self._due_s, self.settings.collective_timeout_s):
+        news = waited_s > self._look_s and self._note_fates(missing)
+        if not news and waited_s < min(self._due_s, self.settings.collective_timeout_s):
             return
-        self._due_s = max(2 * self._due_s, waited_s + 60.0)
+        if not news:
+            self._due_s = max(2 * self._due_s, waited_s + 60.0)
         late = frozenset(missing)
         diagnosis = self._diagnosis(late, waited_s, what)
         if diagnosis.fatal:
@@ -359,12 +370,33 @@ class Waiting:
         if self._rank == (min(set(self._ranks) - late) if reporter is None else reporter):
             print(diagnosis.text, file=sys.stderr, flush=True)
 
+    def _note_fates(self, missing: Sequence[int]) -> bool:
+        """Look for missing ranks that the launcher of this rank started. Whether one has a new fate."""
+        self._look_s = time.monotonic() - self._begun_s + 1.0
+        siblings = sibling_ranks()
+        if self._rank not in siblings:  # no launcher, or one that starts ranks in another way
+            return False
+        before = dict(self._fates)
+        for rank in missing:
+            if rank not in self._here:
+                continue
+            if rank not in siblings:
+                ended = f"its process has ended, before it reached {self._call}"
+                self._fates[rank] = ("gone", ended)
+            elif is_stopped(siblings[rank]):
+                stopped = f"process {siblings[rank]} is stopped by a signal"
+                self._fates[rank] = ("stopped", f"{stopped}, and has not reached {self._call}")
+            else:
+                self._fates.pop(rank, None)
+        return any(before.get(rank) != fate for rank, fate in self._fates.items())
+
     def _diagnosis(self, missing: frozenset[int], waited_s: float, what: str) -> Diagnosis:
         here = Wait("joining", 1, what)
         line = stack_line(self._main)
-        absent = f"has not reached {self._call}. Look at its output"
+        absent = "absent", f"has not reached {self._call}. Look at its output"
+        fates = {rank: self._fates.get(rank, absent) for rank in missing}
         seen = [
-            RankStatus(rank, None, fate="absent", detail=absent, answered=False)
+            RankStatus(rank, None, fate=fates[rank][0], detail=fates[rank][1], answered=False)
             if rank in missing
             else RankStatus(rank, None, wait=here, stack=line, answered=rank == self._rank)
             for rank in self._ranks
