@@ -433,7 +433,7 @@ def two_nodes(folder, env):
     ssh = bin_folder / "ssh"
     ssh.write_text(
         '#!/bin/sh\nwhile [ "$1" = -o ]; do shift 2; done\n'
-        f'echo "$1" >> {folder}/contacted\nshift\nexec sh -c "$1"\n'
+        f'echo "$1" >> {folder}/contacted\nshift\necho "$1" >> {folder}/ssh-words\nexec sh -c "$1"\n'
     )
     ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
     env["PATH"] = f"{bin_folder}{os.pathsep}{env['PATH']}"
@@ -522,14 +522,16 @@ def test_a_missing_mpirun_is_named(launch, folder):
 def test_words_for_ssh_and_an_environment_reach_the_hosts(launch, folder, two_nodes):
     (folder / "bin" / "python").symlink_to(sys.executable)
     (folder / "activate").write_text("export FROM_SCRIPT=yes\n")
+    (folder / ".deepspeed_env").write_text("SERVICE=two words: secret\n")
     done = launch(
         *two_nodes,
         *("--launcher", "ssh", "--launcher_args", "-o 'User=two words'"),
         *("--venv_script", "activate"),
-        body=RANK + "print(os.environ['FROM_SCRIPT'])",
+        body=RANK + "print(os.environ['FROM_SCRIPT'], os.environ['SERVICE'])",
         PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
     )
-    assert (done.code, done.out) == (0, "yes\nyes\n")
+    assert (done.code, done.out) == (0, 2 * "yes two words: secret\n")
+    assert "secret" not in (folder / "ssh-words").read_text()  # what ps shows
 
 
 def test_a_slurm_job_of_two_nodes_is_handed_to_srun(launch, folder, env):

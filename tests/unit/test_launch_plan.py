@@ -12,6 +12,7 @@ from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import ExecAsRank, RunHere, RunNodes, plan_launch
 from zeroshard.launch.launcher import launch
+from zeroshard.launch.mpi import mpirun_command
 from zeroshard.launch.options import LaunchRequest
 from zeroshard.launch.rank_env import exported, rank_defaults, variables_of_behaviour
 from zeroshard.launch.remote import names_of_this_host, node_commands, ssh_words
@@ -156,7 +157,7 @@ def commands(**changes):
         "master_port": 29500,
         "options": ["--module"],
         "program": ["pkg.train", "--name", "two words; $HOME"],
-        "env": {"NCCL_DEBUG": "INFO"},
+        "env": {"NCCL_DEBUG": "INFO", "SERVICE": "https://me:pass@host", "API_KEY": "abc"},
         "this_host": ("b",),
         **changes,
     }
@@ -185,6 +186,13 @@ def test_another_host_is_reached_by_one_quoted_shell_line():
         "py -m zeroshard.launch --no_ssh --leash --num_nodes 2 --node_rank 0 --nproc 2 "
         "--master_addr a --master_port 29500 --module -- pkg.train --name 'two words; $HOME'"
     )
+
+
+def test_no_command_holds_a_variable_that_may_be_secret():
+    for kind in ("openmpi", "mpich"):
+        line = mpirun_command(kind, commands(), (), ["SERVICE", "API_KEY"])
+        assert "pass" not in " ".join(line) and "abc" not in " ".join(line)
+        assert ("SERVICE" in line) is (kind == "openmpi")
 
 
 def test_a_host_is_ours_under_its_short_and_its_full_name():

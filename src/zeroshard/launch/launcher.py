@@ -37,7 +37,12 @@ from zeroshard.launch.rank_env import (
     read_exports,
     with_directory_first,
 )
-from zeroshard.launch.remote import end_with_parent_pipe, names_of_this_host
+from zeroshard.launch.remote import (
+    end_with_parent_pipe,
+    environment_of_parent,
+    hidden_names,
+    names_of_this_host,
+)
 from zeroshard.launch.restarting import (
     check_port,
     commands_of,
@@ -100,7 +105,10 @@ def _run_nodes(
     env = {RUN_ID_VARIABLE: _run_id(), **exported(os.environ), **_exports_of_files()}
     if decision.starter != "ssh":
         commands = commands_of(request, decision, env, this_host)
-        line = mpirun_command(decision.starter, commands, shlex.split(request.launcher_args))
+        hidden = hidden_names(env)
+        os.environ.update({name: env[name] for name in hidden})
+        words = shlex.split(request.launcher_args)
+        line = mpirun_command(decision.starter, commands, words, hidden)
         if shutil.which(line[0]) is None:
             raise LaunchError(
                 f"--launcher {decision.starter}: there is no {line[0]} on PATH. Load the MPI module, or "
@@ -138,6 +146,7 @@ def _pid_file() -> Iterator[None]:
 
 def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     if request.leash:
+        os.environ.update(environment_of_parent())
         end_with_parent_pipe()
     if here.num_nodes > 1 and here.master_addr is not None:
         check_address(here.master_addr, here.master_port)

@@ -26,9 +26,14 @@ def mpi_flags(kind: str) -> tuple[str, ...]:
 
 
 def mpirun_command(
-    kind: str, commands: Sequence[NodeCommand], extra: Sequence[str] = ()
+    kind: str,
+    commands: Sequence[NodeCommand],
+    extra: Sequence[str] = (),
+    hidden: Sequence[str] = (),
 ) -> list[str]:
     """The ``mpirun`` command of this kind (one of :data:`MPI_LAUNCHERS`). ``extra``: options of the user.
+
+    ``hidden``: variables of mpirun's own environment that the launchers get. Hydra passes on all.
 
     The options against binding are needed because a launcher and all its ranks would otherwise share the
     cores of one MPI rank.
@@ -36,7 +41,8 @@ def mpirun_command(
     sections = [list(command.argv_with_env) for command in commands]
     names = [command.host.name for command in commands]
     if kind == "openmpi":
-        head = ["mpirun", "--bind-to", "none", *extra]
+        passed = [word for name in hidden for word in ("-x", name)]
+        head = ["mpirun", "--bind-to", "none", *passed, *extra]
         parts = [
             ["-n", "1", "--host", name, *words] for name, words in zip(names, sections, strict=True)
         ]

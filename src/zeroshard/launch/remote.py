@@ -1,14 +1,17 @@
 """Starts and stops the launchers of several nodes, without SLURM.
 
 Each host gets one ``zeroshard launch --no_ssh --node_rank R``, over ssh or, on this host, directly. This
-process holds the standard input of each (its *leash*). A line ``INT``, ``TERM`` or ``KILL`` asks the
-launcher to stop. The end of its input asks it to stop as well: then this process died, or the connection
-broke. So no process is ever searched for and killed by name.
+process holds the standard input of each (its *leash*). The first line gives the variables of the user's
+files (``.deepspeed_env``): in a command everyone on both hosts could read them. A line ``INT``,
+``TERM`` or ``KILL`` asks the launcher to stop. The end of its input asks it to stop as well: then this process died,
+or the connection broke. So no process is ever searched for and killed by name.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import shlex
 import signal
 import subprocess
@@ -32,6 +35,12 @@ from zeroshard.launch.supervisor import (
 )
 
 _TICK_S = 0.05
+_SHOWN = (
+    *("CUDA_", "DYLD_", "LD_", "MV2_", "NCCL_", "OMP_", "PATH", "PYTHON", "UCX_", "ZEROSHARD_"),
+)
+"""Beginnings of names of interpreters and communication libraries, which hold no secrets."""
+_ENV = "ENV "
+_ENV_S = 60.0
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -53,8 +62,15 @@ class NodeCommand:
 
     @property
     def argv_with_env(self) -> tuple[str, ...]:
-        """The command of the launcher, with ``env`` to set the variables."""
-        return ("env", *(f"{name}={value}" for name, value in self.env.items()), *self.argv)
+        """The command of the launcher, with ``env`` to set the variables that others may read."""
+        hidden = hidden_names(self.env)
+        shown = (f"{name}={value}" for name, value in self.env.items() if name not in hidden)
+        return ("env", *shown, *self.argv)
+
+
+def hidden_names(env: Mapping[str, str]) -> list[str]:
+    """The variables that may hold a secret, and so stand in no command, which ``ps`` shows to everyone."""
+    return [name for name in env if not name.startswith(_SHOWN)]
 
 
 def node_commands(
@@ -129,6 +145,7 @@ def run_nodes(
             raise LaunchError(
                 f"node {rank} ({command.host.name}): cannot execute {argv[0]!r}: {error.strerror}."
             ) from error
+        _pull(processes[rank], _ENV + json.dumps({} if command.is_here else dict(command.env)))
     supervisor = WorkerSupervisor(processes, timeouts=timeouts, send=_send, ask=_send)
     if ended := _supervise(supervisor, timeouts):
         return ended
@@ -210,6 +227,25 @@ def _report(
     code = causes[0].exitcode if causes else 0
     code = code if code >= 0 else 128 - code
     return ExitReport(lines, None, "", code, interrupted=supervisor.is_asked_to_end)
+
+
+def environment_of_parent() -> dict[str, str]:
+    """The variables that the first line on standard input gives. Reads nothing beyond that line.
+
+    Raises:
+        LaunchError: there is another line, or none within a minute.
+    """
+    line, until_s = b"", time.monotonic() + _ENV_S
+    while not line.endswith(b"\n"):
+        if not select.select([0], [], [], max(0.0, until_s - time.monotonic()))[0]:
+            raise LaunchError(f"--leash: nothing came over standard input within {_ENV_S:.0f} s.")
+        if not (byte := os.read(0, 1)):
+            return {}  # the other launcher has ended: the leash says so
+        line += byte
+    text = line.decode(errors="replace")
+    if not text.startswith(_ENV):
+        raise LaunchError(f"--leash: standard input begins with {text[:40]!r}, not with {_ENV!r}.")
+    return {str(name): str(value) for name, value in json.loads(text[len(_ENV) :]).items()}
 
 
 def end_with_parent_pipe() -> threading.Thread:

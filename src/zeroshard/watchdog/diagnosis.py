@@ -361,8 +361,8 @@ class _Case:
         )
         if what.endswith((errors.ENDED, errors.CLOSED)):
             lines.append(
-                f"  If there is no error, {name} made fewer steps: look for a data loader that is shorter "
-                "there, or for sys.exit()."
+                f"  If there is no error, {name} made fewer steps: look for a data loader that is "
+                "shorter there, or for sys.exit()."
             )
         return self._diagnosis("RankLost", True, [w.rank for w in lost], lines)
 
