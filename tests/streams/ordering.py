@@ -89,6 +89,7 @@ def _located(file: str) -> Iterator[tuple[Statement, ast.Call]]:
                 yield Statement(file, name, text, at), call
 
 
+@cache
 def statements() -> list[Statement]:
     """Every ordering statement of the source."""
     files = sorted(path.relative_to(SRC).as_posix() for path in SRC.rglob("*.py"))
