@@ -112,15 +112,27 @@ def test_the_distance_to_backward_decides_what_is_kept(distance, kept):
         assert payload["all_gather"] == 2 * psi(engine) - spared
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(2)
-def test_accumulation_is_free_below_stage_2_and_reduces_every_micro_batch_above(stage):
-    config = stack_config(stage, accumulation=3, stage3_max_reuse_distance=0)
-    with Engine(Stack(), config=config) as engine:
-        payload, whole = moved(engine), psi(engine)
-        reductions, gathers = {0: (1, 1), 1: (1, 1), 2: (3, 1), 3: (3, 6)}[stage]
-        assert payload["reduce_scatter"] == reductions * whole
-        assert payload["all_gather"] == gathers * whole
+def test_accumulation_is_free_below_stage_2_and_reduces_every_micro_batch_above():
+    for stage, (reductions, gathers) in {0: (1, 1), 1: (1, 1), 2: (3, 1), 3: (3, 6)}.items():
+        config = stack_config(stage, accumulation=3, stage3_max_reuse_distance=0)
+        with Engine(Stack(), config=config) as engine:
+            payload, whole = moved(engine), psi(engine)
+            assert payload["reduce_scatter"] == reductions * whole, stage
+            assert payload["all_gather"] == gathers * whole, stage
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(2)
+def test_nothing_is_reduced_inside_no_sync_below_stage_2(stage):
+    with Engine(Stack(), config=stack_config(stage)) as engine:
+        payload = engine._watch.recorder.payload_numel
+        with engine.no_sync():
+            micro_step(engine)
+        assert engine._watch.recorder.payload_numel == payload
+        micro_step(engine)
+        engine.step()
+        assert engine._watch.recorder.payload_numel["reduce_scatter"] == psi(engine)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
