@@ -389,6 +389,24 @@ def test_the_compiled_update_gives_the_same_bits_in_every_store(tmp_path):
 
 
 @on_ranks(2)
+def test_an_edit_that_pytorch_does_not_count_is_written_to_the_disk(tmp_path):
+    def weight_after_an_edit(keys: dict) -> torch.Tensor:
+        def halve(module: torch.nn.Module, _: object) -> None:
+            module.weight.data.mul_(0.5)
+
+        model, config = two_layers({"stage": 3, **keys})
+        with Engine(model, config=config) as engine, torch.no_grad():
+            hook = model[0].register_forward_pre_hook(halve)
+            engine(batch_of(0, engine.global_rank))
+            hook.remove()
+            return dict(engine.iter_full_params())["0.weight"].clone()
+
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    found = weight_after_an_edit({"offload_param": disk, "offload_optimizer": disk})
+    assert torch.equal(found, weight_after_an_edit({}))
+
+
+@on_ranks(2)
 def test_values_on_disk_are_read_and_written_like_any_others(tmp_path):
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     model = torch.nn.Linear(96, 200)

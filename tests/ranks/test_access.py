@@ -236,17 +236,20 @@ def test_local_pieces_reassemble_to_the_full_values(stage, precision):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@on_ranks(2)
+@on_ranks(3)
 def test_local_pieces_are_set_in_place(stage):
+    values = torch.arange(91.0)
     with open_engine(stage) as engine:
         train(engine, range(1))
         engine.backward(engine(1.0))
         p = engine.module.get_parameter(NAME)
         if (piece := safe_get_local_grad(p)) is not None:
-            safe_set_local_grad(p, torch.full_like(piece, 0.5))
-            safe_set_local_optimizer_state(p, torch.full_like(piece, 0.25), "exp_avg")
-        assert torch.equal(safe_get_full_grad(p), torch.full((13, 7), 0.5))
-        assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg"), torch.full((13, 7), 0.25))
+            begin = 64 * engine.global_rank if stage else 0  # the second rank has the rest
+            own = values[begin:][: len(piece)]
+            safe_set_local_grad(p, own)
+            safe_set_local_optimizer_state(p, own / 2, "exp_avg")
+        assert torch.equal(safe_get_full_grad(p), values.view(13, 7))
+        assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg"), values.view(13, 7) / 2)
 
 
 @pytest.mark.parametrize("stage", STAGES)

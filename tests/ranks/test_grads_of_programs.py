@@ -199,6 +199,7 @@ def scaled(make: Make) -> Iterator[Any]:
         for param in trainer.module.parameters():
             param.grad.mul_(0.5)
             param.grad /= 4
+        torch._foreach_div_([param.grad for param in trainer.module.parameters()], 2.0)
         trainer.backward(trainer(batch(trainer, step), extra=True).square().mean())
         trainer.module.extra.weight.grad.data *= torch.tensor(3.0, dtype=torch.float64)
         trainer.step()

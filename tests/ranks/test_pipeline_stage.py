@@ -117,25 +117,25 @@ def test_a_pipeline_computes_what_the_model_computes_for_every_sequence_length(n
         assert not any(held), "a step leaves no tensor behind"
 
 
-class Pair(nn.Module):
-    """Passes on a tensor with a gradient and one without."""
+class Several(nn.Module):
+    """Passes on a tensor with a gradient, and one of whole and one of other numbers without."""
 
-    def forward(self, x: Any) -> Any:
-        x, mask = x if isinstance(x, tuple) else (x, None)
-        return x * 2, (x.detach() > 0).long() if mask is None else mask
+    def forward(self, x: Tensor) -> Any:
+        return x * 2, (x.detach() > 0).long(), x.detach() / 2
 
 
 class Join(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] * pair[1]
+    def forward(self, several: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, mask, half = several
+        return x * mask + half
 
 
 @pytest.mark.parametrize("transport", ["shm", "stock"])
 @on_ranks(2)
 def test_several_tensors_cross_a_boundary_also_such_without_gradient(transport):
     inputs, targets = batches(0, 5)
-    model = nn.Sequential(*build()[:1], Pair(), Join(), *build()[1:2])
-    plain = nn.Sequential(*build()[:1], Pair(), Join(), *build()[1:2])
+    model = nn.Sequential(*build()[:1], Several(), Join(), *build()[1:2])
+    plain = nn.Sequential(*build()[:1], Several(), Join(), *build()[1:2])
     parts = opened("1F1B", model, messages_over(transport))
     losses = run(parts, 0, 5, backward=True)
     expected = [loss_of(plain(x), y) for x, y in zip(inputs, targets, strict=True)]

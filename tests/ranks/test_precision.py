@@ -168,10 +168,14 @@ def late(monkeypatch):
     monkeypatch.setattr(optimizer_step, "read_flag", lambda _flag: None)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+HALVING = {"type": "ExponentialLR", "params": {"gamma": 0.5}}  # computes from the group's rate
+
+
+@pytest.mark.parametrize(("fused", "schedule"), [(True, WARMUP), (True, HALVING), (False, WARMUP)])
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_a_skip_that_the_host_learns_late_changes_nothing(stage, fused):
+def test_a_skip_that_the_host_learns_late_changes_nothing(stage, fused, schedule):
     runs = []
     for is_late in (False, True):
         with pytest.MonkeyPatch.context() as patch:
@@ -179,7 +183,7 @@ def test_a_skip_that_the_host_learns_late_changes_nothing(stage, fused):
                 late(patch)
             keys = {
                 "fp16": {**FP16, "initial_scale_power": 6, "hysteresis": 1},
-                "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+                "scheduler": schedule,
             }
             optimizer = {"type": "AdamW", "params": {"lr": 0.1, "fused": fused}}
             with open_engine(stage, optimizer=optimizer, **keys) as engine:

@@ -98,8 +98,15 @@ def test_a_root_above_the_limit_of_gathered_elements_does_not_end_prefetching():
     assert found == {"forward": [True] * (DEPTH - 1), "backward": [True] * (DEPTH - 1)}
 
 
-@pytest.mark.parametrize("key", ["stage3_prefetch_bucket_size", "stage3_max_live_parameters"])
+@pytest.mark.parametrize(
+    ("key", "numel"),
+    [
+        ("stage3_prefetch_bucket_size", 0),
+        ("stage3_max_live_parameters", 0),
+        ("stage3_max_live_parameters", BLOCK_NUMEL),  # the block that runs
+    ],
+)
 @on_ranks(2)
-def test_a_size_of_zero_prefetches_nothing(key):
-    found = gathered_neighbours(**{key: 0}, stage3_max_reuse_distance=0)
+def test_at_the_limit_nothing_is_prefetched(key, numel):
+    found = gathered_neighbours(**{key: numel}, stage3_max_reuse_distance=0)
     assert found == {"forward": [False] * (DEPTH - 1), "backward": [False] * (DEPTH - 1)}

@@ -13,6 +13,7 @@ from support.parity import Trajectory, assert_bit_equal
 
 from zeroshard.errors import UsageError
 from zeroshard.testing import on_ranks
+from zeroshard.zero.gradients import _product
 
 CASE = CASES["mlp"]
 FACTORS = (1.0, 0.5)
@@ -68,6 +69,11 @@ def test_a_shared_loss_gives_the_bits_of_separate_ones(scales, stages, micros):
     alone = trained(engines(), together=False, micros=micros)
     for run, expected in zip(together, alone, strict=True):
         assert_bit_equal(run, expected)
+
+
+def test_a_quotient_of_scales_may_be_out_of_the_range_of_fp16():
+    small = torch.full((2,), 2.0**-20, dtype=torch.float16)
+    assert _product(small, torch.tensor(2.0**17)).tolist() == [0.125, 0.125]
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -110,6 +111,35 @@ def test_a_reduction_of_a_lent_buffer_copies_nothing():
     # A gather into the same memory waits until the other rank has read its data.
     comm.all_gather(source_N, out_S, name="b").wait()
     assert torch.equal(source_N, 2.0 * torch.arange(2 * 70_001))
+    comm.close()
+
+
+@on_ranks(2)
+def test_a_gather_into_a_lent_buffer_waits_for_the_readers_of_a_reduction():
+    comm = open_shm()
+    source_N, out_S, own_S = (
+        comm.allocate(4096, **INFO),
+        torch.empty(2048),
+        torch.full((2048,), 9.0),
+    )
+    source_N.fill_(comm.rank + 1.0)
+    reduction = comm.reduce_scatter(out_S, source_N, name="r")
+    if comm.rank == 0:
+        reduction.wait()
+        gather = comm.all_gather(source_N, own_S, name="g")
+        waiting = threading.Thread(target=gather.wait)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        assert source_N[2048:].eq(1.0).all()  # rank 1 has not read it
+        dist.barrier()
+        waiting.join()
+    else:
+        gather = comm.all_gather(torch.empty(4096), own_S, name="g")
+        dist.barrier()
+        reduction.wait()
+        gather.wait()
+    assert out_S.eq(3.0).all()
     comm.close()
 
 
