@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.checkpoint import boxes
-from zeroshard.checkpoint.boxes import Box, Grid, fill, grid_problem, positions, rectangles, whole
+from zeroshard.checkpoint.boxes import (
+    Box,
+    Grid,
+    Strip,
+    fill,
+    grid_problem,
+    positions,
+    rectangles,
+    whole,
+)
 from zeroshard.checkpoint.safetensors_file import DTYPES
 
 SEEDS = st.integers(0, 2**32)
@@ -198,3 +207,10 @@ def test_rectangles_and_positions_are_the_elements_in_order(seed):
     pieces = list(rectangles(box.extent, begin, end))
     assert len(pieces) <= max(1, 2 * len(shape) - 1)
     assert torch.equal(torch.cat([flat[:0], *(part(inner, piece) for piece in pieces)]), flat)
+
+
+@pytest.mark.parametrize(("at", "width", "stride"), [(0, 2, 5), (1, 2, 5), (3, 2, 5), (0, 4, 4)])
+def test_a_strip_counts_its_elements_before_each_place(at, width, stride):
+    strip = Strip(Box((0, 0), (3, width)), at, width, stride)
+    for end in range(3 * stride + 1):
+        assert strip.count(end) == sum(at <= i % stride < at + width for i in range(end))

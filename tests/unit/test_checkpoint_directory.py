@@ -159,6 +159,12 @@ def test_fallbacks_are_older_and_the_newest_first(tmp_path):
     assert places.fallbacks(tmp_path, "s3") == ["s1", "s0"]
 
 
+def test_the_newest_is_the_last_one_that_was_saved_although_another_run_had_come_further(tmp_path):
+    for day, (tag, step) in enumerate([("far", 9), ("again", 3), ("on", 4)], 1):
+        save(tmp_path, tag, step, saved_at=f"2030-01-0{day}T00:00:00+00:00")
+    assert places.newest_first(tmp_path) == ["on", "again", "far"]
+
+
 @pytest.mark.parametrize("content", [b"", b"a b", b"\xff", b"../x", b"x" * 10_000])
 def test_the_manifests_decide_if_latest_cannot_be_read(tmp_path, caplog, content):
     (tmp_path / "latest").write_bytes(content)

@@ -26,6 +26,14 @@ def test_the_sections_themselves_are_given(name: str) -> None:
     assert ask(f"zero_{name}") is None
 
 
+@pytest.mark.parametrize(("scale", "is_dynamic"), [(0, True), (128, False)])
+def test_a_loss_scale_that_is_given_is_not_dynamic(scale: int, is_dynamic: bool) -> None:
+    config = {"train_batch_size": 1, "fp16": {"enabled": True, "loss_scale": scale}}
+    settings = load_config(config, world_size=1).config
+    engine = SimpleNamespace(settings=settings, scales_loss=True)
+    assert GETTERS["dynamic_loss_scale"](engine) is is_dynamic
+
+
 @pytest.mark.parametrize(
     ("section", "on_host", "off_device", "ratio"),
     [

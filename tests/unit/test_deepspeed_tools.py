@@ -71,6 +71,13 @@ def test_an_elastic_batch_suits_most_world_sizes():
         compute({"elasticity": {"enabled": True, "micro_batch_sizes": [4000]}}, "0.19")
 
 
+@pytest.mark.parametrize(("larger", "found"), [(True, (8, [1, 2, 4])), (False, (6, [1, 2, 3]))])
+def test_of_elastic_batches_that_suit_as_many_world_sizes_the_preferred_one_is_taken(larger, found):
+    sizes = {"micro_batch_sizes": [2, 3], "max_train_batch_size": 8, "min_gpus": 1}
+    config = {"elasticity": {"enabled": True, **sizes, "prefer_larger_batch": larger}}
+    assert deepspeed.elasticity.compute_elastic_config(config, "0.19") == found
+
+
 # ---------------------------------------------------------------------- hosts
 
 

@@ -276,6 +276,7 @@ def test_two_exports_into_one_directory_come_one_after_the_other(checkpoint, out
     try:
         second.start()
         assert waits.wait(60)
+        second.join(0.2)
         (out / "model-00001-of-00002.safetensors.part").write_bytes(b"of the first")
         assert not done
     finally:

@@ -366,6 +366,25 @@ def test_a_dead_rank_comes_before_a_late_one():
     ]
 
 
+def test_a_stopped_rank_comes_before_those_that_left_because_of_it():
+    diagnosis = judged(
+        status(0, gathers("a"), fate="left", waits=False),
+        status(1, gathers("a"), fate="stopped", waits=False, answered=False),
+        status(2, gathers("a", "b")),
+    )
+    assert (diagnosis.kind, diagnosis.ranks) == ("RankFrozen", (1,))
+
+
+def test_of_unequal_groups_the_smaller_one_is_named_whatever_its_ranks_are():
+    diagnosis = judged(status(0, gathers("b")), *(status(r, gathers("a")) for r in (1, 2)))
+    assert (diagnosis.kind, diagnosis.ranks) == ("RankDivergence", (0,))
+
+
+def test_a_rank_with_another_hash_than_most_is_odd_whatever_its_number_is():
+    assert Recorder().diverging(torch.tensor([5.0, 7.0, 7.0])) == [0]
+    assert Recorder().diverging(torch.tensor([7.0, 5.0, 7.0])) == [1]
+
+
 def test_a_divergence_comes_before_the_death_that_follows_it():
     diagnosis = judged(status(0, gathers("a")), status(1, gathers("b"), fate="gone"))
     assert diagnosis.kind == "RankDivergence"

@@ -153,6 +153,12 @@ def test_the_cause_comes_first_although_the_consequence_was_earlier():
     )
 
 
+def test_of_two_causes_the_earlier_one_comes_first():
+    report = build_report([RankExit(0, 3, 2.0), RankExit(2, -11, 1.0)], NOTHING)
+    assert (report.root, report.exitcode) == (2, 128 + 11)
+    assert report.lines[0].startswith("rank 2 died of a segmentation fault")
+
+
 def test_the_trace_of_the_cause_is_shown_without_rank_prefixes():
     report = build_report(
         [RankExit(0, 1, 1.0, stderr=LOST), RankExit(1, 1, 1.2, stderr=BOOM)], NOTHING

@@ -6,6 +6,7 @@ import pytest
 
 from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Host, parse_filter, parse_hostfile, select
+from zeroshard.launch.rank_env import devices_of
 
 HOSTS = (Host("a", (0, 1, 2, 3)), Host("b", (0, 1, 2, 3)), Host("c", (0, 1)))
 
@@ -66,6 +67,10 @@ def test_numbers_keep_the_first_hosts_and_slots():
 
 def test_devices_are_named_only_where_they_are_not_the_first_ones():
     assert [Host("a", slots).devices for slots in ((0, 1), (1, 2), (3,))] == [None, "1,2", "3"]
+
+
+def test_slots_count_the_devices_that_are_visible_already():
+    assert devices_of((0, 2), {"CUDA_VISIBLE_DEVICES": "4,5,6"}) == "4,6"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 
 from zeroshard.errors import DiskError
 from zeroshard.memory import storage
-from zeroshard.offload import disk_check
+from zeroshard.offload import disk_check, swap_file
 from zeroshard.offload.swap_file import PAGE_NBYTES, Extent, SwapFile, aligned_bytes
 
 BLOCK = 16 * PAGE_NBYTES  # small, so that a few pages are several blocks
@@ -150,6 +150,19 @@ def test_memory_between_is_made_once_per_thread(tmp_path):
     for _ in range(3):
         file.write(extent, tensor).wait()
     assert file.bounce_nbytes == 2 << 20
+    file.close()
+
+
+def test_a_block_larger_than_the_memory_between_moves_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(swap_file, "BOUNCE_NBYTES", 2 * PAGE_NBYTES)
+    file = SwapFile(tmp_path, block_nbytes=BLOCK)
+    file.direct = True
+    nbytes = 5 * PAGE_NBYTES + 3
+    extent, (tensor, _), (into, _) = file.reserve(nbytes), memory(nbytes, 64), memory(nbytes, 64)
+    tensor.copy_(pattern(nbytes))
+    file.write(extent, tensor).wait()
+    file.read(extent, into).wait()
+    assert torch.equal(into, pattern(nbytes))
     file.close()
 
 
