@@ -3,8 +3,8 @@
 Each host gets one ``zeroshard launch --no_ssh --node_rank R``, over ssh or, on this host, directly. This
 process holds the standard input of each (its *leash*). The first line gives the variables of the user's
 files (``.deepspeed_env``): in a command everyone on both hosts could read them. A line ``INT``,
-``TERM`` or ``KILL`` asks the launcher to stop. The end of its input asks it to stop as well: then this process died,
-or the connection broke. So no process is ever searched for and killed by name.
+``TERM`` or ``KILL`` asks the launcher to stop. The end of its input asks it to stop as well: then this
+process died, or the connection broke. So no process is ever searched for and killed by name.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class NodeCommand:
 
 
 def hidden_names(env: Mapping[str, str]) -> list[str]:
-    """The variables that may hold a secret, and so stand in no command, which ``ps`` shows to everyone."""
+    """The variables that may hold a secret, and stand in no command: ``ps`` shows those to everyone."""
     return [name for name in env if not name.startswith(_SHOWN)]
 
 
