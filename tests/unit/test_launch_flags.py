@@ -257,11 +257,11 @@ def sections(line: list[str]) -> list[list[str]]:
 
 
 def test_open_mpi_starts_one_unbound_launcher_on_each_host():
-    first, second = sections(mpirun_command("openmpi", nodes(), ["--oversubscribe"]))
-    assert first[:4] == ["mpirun", "--bind-to", "none", "--oversubscribe"]
-    assert first[4:11] == ["-n", "1", "--host", "a", "env", "X=1", "launcher"]
+    first, second = sections(mpirun_command("openmpi", nodes(), ["--oversubscribe"], ["X"]))
+    assert first[:6] == ["mpirun", "--bind-to", "none", "-x", "X", "--oversubscribe"]
+    assert first[6:12] == ["-n", "1", "--host", "a", "env", "launcher"]
     assert second[:4] == ["-n", "1", "--host", "b"]
-    assert second[4:7] == ["env", "X=1", "CUDA_VISIBLE_DEVICES=3"]
+    assert second[4:6] == ["env", "CUDA_VISIBLE_DEVICES=3"]
     assert second[second.index("--node_rank") + 1] == "1" and second[-1] == "t.py"
 
 

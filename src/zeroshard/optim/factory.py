@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import importlib
 import inspect
 import random
@@ -29,6 +30,7 @@ from zeroshard.config.keys import nearest
 from zeroshard.config.params import OPTIMIZERS
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import ConfigError, UnsupportedError
+from zeroshard.memory.storage import real_view
 from zeroshard.optim.kernels import steps_chunk_by_chunk
 from zeroshard.optim.optimizers import FlexibleAdam, Group, Lamb, Lion, Muon
 from zeroshard.optim.state_tree import flat, grown, is_keepable, is_nested, unkeyed
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 _FUSED_DEVICES = ("cpu", "cuda", "meta")
+_NUMEL = 128 * 96
 _CUT = 67 * 64  # elements: a legal cut, and both parts exceed 4096, where 8-bit optimizers begin
 _STEPS = 3
 _STEPS_OF_UNKNOWN = 12  # some classes change what they do after five or ten
@@ -276,7 +279,7 @@ def probe(optimizer: Optimizer, *, dtype: torch.dtype = torch.float32) -> Probe:
     state: list[dict[str, torch.dtype | None]] = []
     reason = ""
     with unset_fake_temporarily(), _random_untouched(device):
-        places = torch.arange(12288, dtype=dtype.to_real(), device=device)
+        places = torch.arange(_NUMEL, dtype=dtype.to_real(), device=device)
         matrix = _wave(places, torch.sin, torch.cos, dtype).view(128, 96)
         del places  # its memory would count to the peak of a small model
         for group in optimizer.param_groups:
@@ -309,14 +312,14 @@ def _difference(optimizer: Optimizer, group: Group, matrix: Tensor, whole: _Tria
         both = None if steps_chunk_by_chunk(optimizer) else _try(optimizer, group, parts)
     except Exception as error:
         return f"{name} fails on a piece of a matrix: {type(error).__name__}: {error}"
-    if not _equal(whole.values, first.values, second.values):
+    if not _equal(whole, first, second):
         return (
             f"{name} gives other results for a matrix that is split in two, so it needs whole "
             "parameters"
         )
     if both is None:
         return ""
-    if not _equal(whole.values, both.values):
+    if not _equal(whole, both):
         return (
             f"{name} gives other results for the two parts of a matrix in one group: what it counts "
             "for the group or for itself depends on how many parameters there are"
@@ -345,11 +348,13 @@ def _small_difference(optimizer: Optimizer, group: Group, matrix: Tensor) -> str
 
 @dataclass(frozen=True)
 class _Trial:
-    """After some steps: all parameters, flat, and state of their shape by name; numbers of the group and
-    the optimizer that have changed, as text; dtypes of state. State counts too: what it adds up over many
-    elements may reach the parameters only after many steps."""
+    """After some steps: digests of all parameters, and of state of their shape by name; numbers of the
+    group and the optimizer that have changed, as text; dtypes of state.
 
-    values: dict[str, Tensor]
+    State counts too: what it adds up over many elements may reach parameters only after many steps.
+    """
+
+    values: dict[str, list[bytes]]
     numbers: set[tuple[str, str]]
     state: dict[str, torch.dtype | None]
     uncuttable: str
@@ -387,19 +392,36 @@ def _try(optimizer: Optimizer, group: Group, starts: Sequence[Tensor], at: int =
     filled = next((dtype for name, dtype in kept.items() if dtype and is_nested(name)), None)
     kept |= {name: filled for name in grown(kept) if name not in kept}
     states = [flat(twin.state[param]) for param in params]
-    values = {"": torch.cat([param.detach().flatten() for param in params])}
+    values = {"": _digests(params)}
     for name in shaped:
-        values[name] = torch.cat([each[name].detach().flatten() for each in states])
+        values[name] = _digests([each[name] for each in states])
     numbers = _numbers(twin.param_groups[0], vars(twin), unkeyed(twin.state), leaves) - before
     return _Trial(values, numbers, kept, _uncuttable(state, shape))
 
 
-def _equal(values: Mapping[str, Tensor], *parts: Mapping[str, Tensor]) -> bool:
-    """Whether ``values`` are those of the parts, one after the other. NaN equals NaN."""
-    return all(values.keys() == part.keys() for part in parts) and all(
-        torch.allclose(torch.cat([part[name] for part in parts]), whole, 0, 0, equal_nan=True)
-        for name, whole in values.items()
-    )
+def _digests(tensors: Sequence[Tensor]) -> list[bytes]:
+    """Digests of the values of each tensor; of one that is whole, of its two parts."""
+    parts = [tensor.detach().flatten() for tensor in tensors]
+    if len(parts[0]) == _NUMEL:
+        parts = [parts[0][:_CUT], parts[0][_CUT:]]
+    return [_digest(part) for part in parts]
+
+
+def _digest(flat: Tensor) -> bytes:
+    """Equal for equal values; both zeros are equal. Memory for a copy would count to a model's peak."""
+    found = hashlib.blake2b()
+    for piece in flat.split(1024):
+        found.update(real_view(piece + torch.zeros_like(piece)).cpu().view(torch.uint8).numpy())
+    return found.digest()
+
+
+def _equal(whole: _Trial, *parts: _Trial) -> bool:
+    """Whether the parts, one after the other, have the values of the whole."""
+    joined = {
+        name: [each for part in parts for each in part.values.get(name, ())]
+        for name in whole.values
+    }
+    return joined == whole.values and all(part.values.keys() == joined.keys() for part in parts)
 
 
 _Wave = Callable[[Tensor], Tensor]
