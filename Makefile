@@ -9,9 +9,10 @@ ARGS       ?=
 # Test files that run at the same time. Tests of faults mostly wait, for a limit of time or another process.
 WORKERS    ?= 2
 FAULT_WORKERS ?= 4
-# Seconds of CPU that `make test` may take, of a reference processor (tools/cpu_limit.py): a tenth more
-# than it took when that was last measured, 1,970. The goal is 1,500; lower it with every saving.
-CPU_LIMIT  ?= 2170
+# Seconds of CPU that `make test` may take, of a reference processor (tools/cpu_limit.py). It took 2,120
+# when that was last measured, on a processor that multiplies bf16; others take up to a fifth more. The
+# goal is 1,500; lower it with every saving.
+CPU_LIMIT  ?= 2600
 # What the extra "monitor" names in pyproject.toml.
 TRACKERS   := tensorboard wandb trackio mlflow-skinny sqlalchemy alembic
 # Seconds. Types and tests together, which is what .ci/run does, end within 5100 s.

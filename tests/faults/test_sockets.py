@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from support.covering import sampled
 from warm_python import run
 
-from zeroshard.core.listening import listening_socket
+from zeroshard.core.listening import listening_addresses, listening_socket
 
 LAUNCH = [sys.executable, "-m", "zeroshard.cli.main", "launch"]
 
@@ -21,21 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import TCPStore
 import zeroshard
-
-def listening(pid):
-    inodes = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            inodes.add(os.readlink(fd))
-        except OSError:
-            pass
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, = fields = line.split()
-            if state == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.append(local.split(":")[0])
-    return found
+from zeroshard.core.listening import listening_addresses
 
 if sys.argv[2] == "ours":
     zeroshard.init_distributed()
@@ -44,15 +31,15 @@ else:
 dist.barrier()
 store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 found = {
-    "launcher": listening(os.getppid()),
-    "rank": listening(os.getpid()),
+    "launcher": listening_addresses(os.getppid()),
+    "rank": listening_addresses(),
     "keys": store.list_keys() if hasattr(store, "list_keys") else [],
 }
 Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
 dist.barrier()
 dist.destroy_process_group()
 """
-LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+LOOPBACK = {"127.0.0.1", "::1"}
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux")
@@ -68,6 +55,21 @@ def test_the_store_of_one_host_is_on_its_loopback_and_holds_no_pickle(tmp_path, 
     for rank in found:
         assert {*rank["launcher"], *rank["rank"]} <= LOOPBACK
         assert not [key for key in rank["keys"] if "torch.rendezvous" in key]
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux")
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+def test_addresses_that_a_process_listens_on_are_found(address):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    before = listening_addresses()
+    try:
+        opened = socket.create_server((address, 0), family=family)
+    except OSError:
+        pytest.skip(f"this machine has no {address}")
+    with opened:
+        assert set(listening_addresses()) == {*before, address}
+        assert set(listening_addresses(os.getpid())) == {*before, address}
+    assert listening_addresses() == before
 
 
 def test_a_socket_listens_on_one_interface_and_only_where_it_can():

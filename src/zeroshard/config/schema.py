@@ -326,6 +326,11 @@ class Config(Section):
         "Modules to wrap: globs on their names or class names; large single modules beside them, such as "
         "embeddings, are wrapped too. auto: ZeroShard chooses them.",
     )
+    compile_blocks: Flag = honour(
+        False,
+        "torch.compile the forward of each wrapped module, inside the hooks that gather its parameters. "
+        "Blocks that are split (unit_max_numel) are compiled in parts.",
+    )
     unit_max_numel: Count = honour(64 * 2**20, "Units with more elements are split.")
     unit_min_numel: Natural = honour(256 * 2**10, "Units with fewer elements are merged.")
     conditional_modules: Texts = honour(

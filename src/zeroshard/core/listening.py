@@ -1,8 +1,17 @@
-"""Listening sockets of one interface: a store of torch listens on all of them if it opens its own."""
+"""Listening sockets: opens one on a single interface, and lists those of a process.
+
+A store of torch that opens its own socket listens on all interfaces.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import os
 import socket
+from pathlib import Path
+
+_LISTENS = "0A"  # the state in /proc/net/tcp
 
 
 def listening_socket(host: str, port: int) -> socket.socket | None:
@@ -16,3 +25,35 @@ def listening_socket(host: str, port: int) -> socket.socket | None:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError:
         return None
+
+
+def listening_addresses(pid: int | None = None) -> list[str]:
+    """The addresses that a process listens on, each once; ``0.0.0.0`` and ``::`` are all interfaces.
+
+    ``pid``: None: this process. Empty where there is no ``/proc``, and for processes of other users.
+    """
+    proc = Path("/proc") / ("self" if pid is None else str(pid))
+    opened: set[str] = set()
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        for fd in (proc / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                opened.add(os.readlink(fd))
+        for table in ("tcp", "tcp6"):
+            for line in (proc / "net" / table).read_text().splitlines()[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == _LISTENS and f"socket:[{rest[5]}]" in opened:
+                    found.add(_address(local.partition(":")[0]))
+    return sorted(found)
+
+
+def _address(words: str) -> str:
+    """An address from its 32-bit words in hexadecimal, each in the order of bytes of this machine.
+
+    >>> _address("0100007F")
+    '127.0.0.1'
+    """
+    raw = bytes.fromhex(words)
+    ordered = b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
+    found = ipaddress.ip_address(ordered)
+    return str(getattr(found, "ipv4_mapped", None) or found)

@@ -164,7 +164,7 @@ def _checks(found: Examination) -> Iterator[tuple[str, str]]:
     for name, value in facts.variables.items():
         yield "variable", f"{name}={value}"
     for ranks, outcome in found.gloo.items():
-        yield f"gloo {ranks} ranks", _numbers(outcome)
+        yield f"gloo {ranks} ranks", _numbers(outcome) + _listens(outcome)
     for name, outcome in found.nccl.items():
         yield "NCCL", f"{name}: {_numbers(outcome)}"
 
@@ -176,6 +176,12 @@ def _numbers(outcome: ProbeOutcome) -> str:
     row = outcome.found["all_reduce"]
     speed = f"all_reduce {row['latency_s'] * 1e6:.0f} us, {row['busbw_Bps'] / 1e9:.2f} GB/s"
     return f"{speed}, {outcome.text}"
+
+
+def _listens(outcome: ProbeOutcome) -> str:
+    """Where the ranks could be reached over the network while they exchanged tensors."""
+    addresses = outcome.found.get("listens", [])
+    return f"; ranks listen on {', '.join(addresses)}" if addresses else ""
 
 
 def as_json(found: Examination) -> str:

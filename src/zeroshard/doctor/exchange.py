@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from zeroshard.core.listening import listening_addresses
+
 SMALL, LARGE = 2, 1 << 22  # fp32 elements: 8 bytes and 16 MiB
 ROUNDS = 5
 
@@ -53,10 +55,12 @@ def _run(rank: int, ranks: int, store: str, backend: str, wrong_rank: int) -> No
         found = {name: _measure(name, rank, ranks, on, rank == wrong_rank) for name in _CALLS}
         faulty = [name for name, row in found.items() if not row.pop("right")]
         # Every rank tells what it saw; the first one prints it.
-        seen: list[list[str]] = [[] for _ in range(ranks)]
-        dist.all_gather_object(seen, faulty)
+        seen: list[tuple[list[str], list[str]]] = [([], [])] * ranks
+        dist.all_gather_object(seen, (faulty, listening_addresses()))
         if not rank:
-            print(json.dumps({"wrong": sorted({name for row in seen for name in row}), **found}))
+            wrong = sorted({name for row, _ in seen for name in row})
+            listens = sorted({address for _, row in seen for address in row})
+            print(json.dumps({"wrong": wrong, "listens": listens, **found}))
         dist.destroy_process_group()
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)

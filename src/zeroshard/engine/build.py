@@ -238,8 +238,9 @@ def _assemble(
         if runtime.optimizer is not None:
             publish_modes(runtime.optimizer, update.all_gather_late)
         hooks = make_hooks(
-            runtime.prefetcher, runtime.reducer, kind_of_backward=accumulation.kind_of_backward
-        )
+            runtime.prefetcher, runtime.reducer, kind_of_backward=accumulation.kind_of_backward,
+            compiles=settings.compile_blocks,
+        )  # fmt: skip
         undo.callback(hooks.remove)
         if runtime.optimizer is not None:
             measure = weakref.WeakMethod(update.norm_before_step)  # parameters hold the reducer

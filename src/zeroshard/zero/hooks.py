@@ -57,6 +57,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import ShardedAccess, UsageError
 from zeroshard.zero import functorch, sharded_parameter
+from zeroshard.zero.compiled_blocks import CompiledForward
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
 from zeroshard.zero.program_hooks import ProgramHooks, has_others, put_first
@@ -102,7 +103,7 @@ class StepHooks:
     dropped all of them.
 
     ``is_pipeline``: every backward is that of one forward of the root, and ``check_tree`` is called once
-    per step instead of at each forward.
+    per step instead of at each forward. ``compiles``: compile the forward of wrapped modules.
     """
 
     def __init__(
@@ -115,7 +116,10 @@ class StepHooks:
         on_forward_begin: Callable[[], None],
         on_abandon: Callable[[], None],
         on_dropped: Callable[[], None],
+        compiles: bool = False,
     ) -> None:
+        self._compiles = compiles
+        self._compiled: list[CompiledForward] = []
         self.prefetcher = prefetcher
         self.reducer = reducer
         self.kind_of_backward = kind_of_backward
@@ -170,10 +174,12 @@ class StepHooks:
             self.on_modules.append(
                 wrapped.module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True)
             )
+            root = wrapped is self.prefetcher.root
             if after is not None:
-                root = wrapped is self.prefetcher.root
                 post = _bound(me, after, wrapped)
                 self.on_modules.append(wrapped.module.register_forward_hook(post, always_call=root))
+            if self._compiles and not root:
+                self._compiled.append(CompiledForward(wrapped.module))
         root_module = self.prefetcher.root.module
         self._on_state.append(root_module.register_state_dict_post_hook(_release_values))
         for wrapped in self.prefetcher.wrapped_modules:
@@ -244,7 +250,9 @@ class StepHooks:
         """Detach every hook."""
         for handle in (*self.on_modules, *self.on_params, *self._on_state):
             handle.remove()
-        self.on_modules, self.on_params, self._on_state = [], [], []
+        for compiled in self._compiled:
+            compiled.remove()
+        self.on_modules, self.on_params, self._on_state, self._compiled = [], [], [], []
 
     # ------------------------------------------------------------------ forward
 
