@@ -151,6 +151,22 @@ def test_a_rank_that_ends_before_it_joins_is_named_at_once(launch):
     assert done.said[0] == "rank 1 ended with exit code 0 while others still waited for it."
 
 
+def test_ranks_that_a_user_starts_one_after_the_other_are_waited_for(folder, env):
+    """No agent started them: a rank that is not there yet has not ended."""
+    (folder / "script.py").write_text(RANK + JOIN)
+    common = {
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    ranks = []
+    for rank in range(2):
+        own = {**env, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(subprocess.Popen([sys.executable, "script.py"], cwd=folder, env=own))
+        if rank == 0:
+            time.sleep(9)
+    assert [process.wait(40) for process in ranks] == [0, 0]
+
+
 def test_a_rank_that_is_stopped_before_it_joins_is_named_and_may_go_on(launch):
     stop = (
         "if rank:\n    import subprocess\n"

@@ -186,6 +186,12 @@ def adopt_mpi(port: int, environ: MutableMapping[str, str] | None = None) -> Ran
     return rank_info
 
 
+def an_agent_started_this(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the agent of a launcher (ours, torchrun) started the ranks of this host, all together."""
+    env = os.environ if environ is None else environ
+    return "TORCHELASTIC_RUN_ID" in env
+
+
 def launcher_serves_store(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the agent of the launcher serves the store that the ranks meet through."""
     env = os.environ if environ is None else environ

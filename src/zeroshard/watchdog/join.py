@@ -32,6 +32,7 @@ from zeroshard.comm.connect import default_store
 from zeroshard.comm.env import (
     DEFAULT_TIMEOUT,
     RankInfo,
+    an_agent_started_this,
     check_master,
     current_rank_info,
     default_backend,
@@ -344,12 +345,13 @@ class Waiting:
         self._main = threading.get_ident()
         self._begun_s = time.monotonic()
         self._due_s = self.settings.report_s()
-        # A launcher may still be starting the last ranks when the first one waits.
+        # An agent starts all ranks of a host together, but it may not have started the last one yet.
         self._look_s = 3.0
         self._fates: dict[int, tuple[str, str]] = {}
         info = current_rank_info()
         first = info.rank - info.local_rank
-        self._here = range(first, first + info.local_world_size)
+        together = info.local_world_size if an_agent_started_this() else 0
+        self._here = range(first, first + together)
 
     def look(self, missing: Sequence[int], what: str = "init_distributed") -> None:
         """Report, or raise the diagnosis, if it is time. One rank reports for all that wait.
