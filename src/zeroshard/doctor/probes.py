@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -42,6 +43,9 @@ class ProbeOutcome:
 def run(command: Sequence[str], *, limit_s: float, environ: Mapping[str, str]) -> ProbeOutcome:
     """Run a program until it ends or time is up."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        # A signal that came while the process is made would leave it behind: nobody has it yet.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        restore = partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         try:
             process = subprocess.Popen(
                 command,
@@ -50,10 +54,15 @@ def run(command: Sequence[str], *, limit_s: float, environ: Mapping[str, str]) -
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env=dict(environ),
+                preexec_fn=restore,  # noqa: PLW1509 - the doctor has one thread
             )
-        except FileNotFoundError as error:
+        except OSError as error:
+            restore()
+            if not isinstance(error, FileNotFoundError):
+                raise
             return ProbeOutcome("absent", f"{error.filename} is not installed")
         try:
+            restore()
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return ProbeOutcome("hang", f"no answer in {limit_s:.0f} s", output=_read(out))
