@@ -9,8 +9,8 @@ ARGS       ?=
 # Test files that run at the same time. Tests of faults mostly wait, for a limit of time or another process.
 WORKERS    ?= 2
 FAULT_WORKERS ?= 4
-# Seconds of CPU that `make test` may take, of a reference processor (tools/cpu_limit.py). It took 2,120
-# when that was last measured, on a processor that multiplies bf16; others take up to a fifth more. The
+# Seconds of CPU that `make test` may take, of a reference processor (tools/cpu_limit.py). It took 1,690
+# to 2,120 when that was last measured, on processors that multiply bf16; others were not measured. The
 # goal is 1,500; lower it with every saving.
 CPU_LIMIT  ?= 2600
 # What the extra "monitor" names in pyproject.toml.
