@@ -64,32 +64,30 @@ def sibling_ranks() -> dict[int, int]:
     """Global rank -> process number of the ranks that run below this process's parent, a launcher.
 
     A rank is known by the variable ``RANK`` with which it was started. Empty if the parent has that
-    variable itself: then it is a script around this rank alone.
+    variable itself, since it is a script around this rank alone then; and if the variables of a child
+    cannot be read, since it may be any rank: programs that rename their process overwrite them.
     """
     parent = os.getppid()
-    if _rank_of(parent) is not None:
+    if "RANK" in _variables(parent):
         return {}
     found = {}
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         for children in (_PROC / str(parent) / "task").glob("*/children"):
             for pid in map(int, children.read_text().split()):
-                if (rank := _rank_of(pid)) is not None:
-                    found[rank] = pid
+                variables = _variables(pid)
+                if "RANK" in variables:
+                    found[int(variables["RANK"])] = pid
+                elif "PATH" not in variables and _stat(pid)[0] not in ("", "Z", "X"):
+                    return {}
     return found
 
 
-def _rank_of(pid: int) -> int | None:
-    """The variable ``RANK`` of a process when it started; None: it had none, or has ended."""
-    with contextlib.suppress(OSError, ValueError):
-        for entry in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-            if entry.startswith(b"RANK="):
-                return int(entry[5:])
-    return None
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process (SIGSTOP)."""
-    return _stat(pid)[0] in ("T", "t")
+def _variables(pid: int) -> dict[str, str]:
+    """The environment with which a process was started; empty if it has ended or cannot be read."""
+    with contextlib.suppress(OSError):
+        text = (_PROC / str(pid) / "environ").read_bytes().decode(errors="replace")
+        return {name: value for name, _, value in (e.partition("=") for e in text.split("\0"))}
+    return {}
 
 
 def open_sockets() -> dict[int, str]:

@@ -122,9 +122,7 @@ def _partition(
         finally:
             for unit in context.units if opened else ():
                 if not unit.pin_count:
-                    unit.discard_unsharded(
-                        for_keeping=True
-                    )  # edits to be kept are in the shards by now
+                    unit.discard_unsharded(for_keeping=True)  # the shards have edits
 
 
 def _summary(ds_id: int, slice_shape: Any = None, use_debug_name: bool = False) -> dict[str, Any]:

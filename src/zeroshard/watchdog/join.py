@@ -41,11 +41,12 @@ from zeroshard.comm.env import (
     rank_info_of,
     run_name,
 )
-from zeroshard.comm.host import hung_up, is_stopped, open_sockets, sibling_ranks
+from zeroshard.comm.host import hung_up, open_sockets, sibling_ranks
 from zeroshard.comm.recorder import PRESENCE, recording_dir
 from zeroshard.core.listening import listening_socket
 from zeroshard.errors import LaunchError, RankLate, RankLost
 from zeroshard.launch.address import check_address
+from zeroshard.launch.cgroup import is_stopped
 from zeroshard.watchdog.diagnosis import Diagnosis, RankStatus, Wait, diagnose
 from zeroshard.watchdog.messages import StoreLost, watchdog_namespace
 from zeroshard.watchdog.rank_status import stack_line

@@ -299,9 +299,7 @@ class DeepSpeedReader:
         An object in ``client_state`` becomes an :class:`~zeroshard.checkpoint.deepspeed.unpickle.Unread`,
         which raises when it is used.
         """
-        return checked_copy(
-            self._shared
-        )  # its tensors are mapped, and the files may be closed first
+        return checked_copy(self._shared)  # its tensors are mapped; files may be closed first
 
     def ranks(self) -> list[dict[str, Any]]:
         """See ``Source``. Empty: DeepSpeed saves no generators."""

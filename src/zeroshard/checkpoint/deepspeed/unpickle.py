@@ -231,27 +231,25 @@ def _short(error: Exception) -> str:
 
 def unread_in(value: Any) -> Iterator[Unread]:
     """The placeholders in nested data."""
-    if isinstance(value, Unread):
-        yield value
-    elif isinstance(value, type) and issubclass(value, Unread):  # the class itself was saved
-        yield value()
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from unread_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from unread_in(item)
+    for leaf in _leaves(value):
+        if isinstance(leaf, Unread):
+            yield leaf
+        elif isinstance(leaf, type) and issubclass(leaf, Unread):  # the class itself was saved
+            yield leaf()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in nested data."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is in mappings, lists and tuples. A :class:`Likeness` has small values only."""
+    if isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from _leaves(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Likeness):
-        yield from tensors_in(vars(value))
+            yield from _leaves(item)
+    else:
+        yield value
