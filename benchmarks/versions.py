@@ -66,6 +66,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--burst", type=int, default=5, help="steps of a turn")
     options = parser.parse_args()
+    if options.rounds < 2 or options.burst < 1:
+        parser.error("quartiles need two rounds or more, and a turn a step")
     folders = [str(folder.resolve()) for folder in options.folders]
     for stage in options.stages:
         rounds = _measure(folders, stage, options)
@@ -97,7 +99,10 @@ def _measure(folders: list[str], stage: int, options: Any) -> list[list[dict[str
             group.start(context, scratch)
             group.turn(5)
         for _, group in interleaved(groups, options.rounds):
-            found[int(group.name)].append(_burst(group.turn(options.burst)))
+            answers = group.turn(options.burst)
+            if not answers:  # it has failed
+                break
+            found[int(group.name)].append(_burst(answers))
     failed = [f"{folders[int(group.name)]}: {group.error}" for group in groups if group.error]
     if failed:
         sys.exit("\n".join(failed))

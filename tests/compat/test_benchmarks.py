@@ -398,3 +398,26 @@ def test_a_page_that_two_processes_share_counts_once():
     assert NBYTES <= alone < NBYTES + slack
     assert half < 0.75 * NBYTES
     assert NBYTES <= both < NBYTES + slack
+
+
+@pytest.mark.full
+def test_versions_are_compared_in_turns():
+    source = str(ROOT / "src")
+    words = ["--task", "a7", "--stages", "2", "--rounds", "2", "--burst", "1"]
+    program = [sys.executable, str(ROOT / "benchmarks" / "versions.py")]
+    done = subprocess.run(
+        [*program, source, source, *words], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert "ratio 1.0000" in first
+    assert all(line.startswith("stage 2: ") and line.endswith(source) for line in (first, second))
+    wrong = subprocess.run(
+        [*program, str(ROOT / "docs"), *words],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert wrong.returncode == 1
+    assert "was imported instead of" in wrong.stderr
