@@ -33,6 +33,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 RANKS = 8
 PHASES = ("forward", "backward", "step")
+APART = "stage 3, matrices apart"
+"""The line on which each matrix of a block is a unit, as in blocks of large models on an accelerator."""
 TARGET = 1 / 5
 """The greatest accepted own time of ZeroShard ÷ that of FSDP2."""
 
@@ -113,6 +115,7 @@ def systems() -> dict[str, Callable[[nn.Module], Trainer]]:
         "FSDP2, resharded": fsdp2(True),
         "ZeroShard stage 2": zeroshard(2, **wrapped),
         "ZeroShard stage 3": zeroshard(3, **wrapped),
+        APART: zeroshard(3, **wrapped, block_max_numel=1 << 40, unit_max_numel=1),
     }
     return {name: lambda model, build=build: build(model, 1) for name, build in lines.items()}
 
@@ -149,7 +152,11 @@ def own(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     }
 
 
-PEER_OF = {"ZeroShard stage 2": "FSDP2, not resharded", "ZeroShard stage 3": "FSDP2, resharded"}
+PEER_OF = {
+    "ZeroShard stage 2": "FSDP2, not resharded",
+    "ZeroShard stage 3": "FSDP2, resharded",
+    APART: "FSDP2, resharded",
+}
 
 
 def ratios(found: dict[str, dict[str, float]]) -> dict[str, float]:

@@ -55,7 +55,14 @@ Each key has one of these verdicts:
 """
 
 OWN = (
-    *("unknown_keys", "units", "unit_max_numel", "unit_min_numel", "conditional_modules"),
+    *(
+        "unknown_keys",
+        "units",
+        "block_max_numel",
+        "unit_max_numel",
+        "unit_min_numel",
+        "conditional_modules",
+    ),
     *("compile_blocks",),
     *("keep_fp32", "uneven", "transport", "compile_update", "trust", "parallel"),
     "trackio",

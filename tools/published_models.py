@@ -85,13 +85,28 @@ def gpt2_xl(samples: int) -> tuple[Build, Inputs]:
     return lambda: transformers.GPT2LMHeadModel(config).train(), batch
 
 
+LLAMA: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+           "tie_word_embeddings": True},
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+})  # fmt: skip
+"""Sizes of Llama 3.1 and 3.2."""
+
+
 def llama_8b(samples: int, *, checkpointed: bool, layers: int = 32) -> tuple[Build, Inputs]:
     """Llama 3.1 8B; 8,192 tokens."""
+    return llama(samples, 8192, size="8B", layers=layers, checkpointed=checkpointed)
+
+
+def llama(
+    samples: int, tokens: int, *, size: str, layers: int, checkpointed: bool = False
+) -> tuple[Build, Inputs]:
+    """A Llama of a size of :data:`LLAMA`."""
     config = _config(
         "llama",
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072,
-        use_cache=False, dtype="bfloat16",
+        vocab_size=128256, num_hidden_layers=layers, num_key_value_heads=8,
+        max_position_embeddings=131072, use_cache=False, dtype="bfloat16", **LLAMA[size],
     )  # fmt: skip
 
     def build() -> nn.Module:
@@ -101,7 +116,7 @@ def llama_8b(samples: int, *, checkpointed: bool, layers: int = 32) -> tuple[Bui
         found: nn.Module = model
         return found
 
-    words_BT = ids(samples, 8192)
+    words_BT = ids(samples, tokens)
     return in_bf16(build), {"input_ids": words_BT, "labels": words_BT}
 
 

@@ -18,7 +18,11 @@ def test_a_smoke_run_measures_every_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(out.read_text())
-    assert set(result["ratios"]) == {"ZeroShard stage 2", "ZeroShard stage 3"}
+    assert set(result["ratios"]) == {
+        "ZeroShard stage 2",
+        "ZeroShard stage 3",
+        "stage 3, matrices apart",
+    }
     for name, own_us in result["own_us"].items():
         for phase, us in own_us.items():
             plain_us = result["us_per_block"]["plain loop"][phase]

@@ -92,21 +92,15 @@ def test_the_next_module_is_gathered_whatever_its_size(numel):
     assert found == {"forward": [True] * (DEPTH - 1), "backward": [True] * (DEPTH - 1)}
 
 
+@pytest.mark.parametrize("numel", [1, BLOCK_NUMEL, 2 * BLOCK_NUMEL])
 @on_ranks(2)
-def test_a_root_above_the_limit_of_gathered_elements_does_not_end_prefetching():
-    found = gathered_neighbours(stage3_max_live_parameters=2 * BLOCK_NUMEL)
+def test_the_limit_of_gathered_elements_does_not_hold_back_the_next_module(numel):
+    found = gathered_neighbours(stage3_max_live_parameters=numel)
     assert found == {"forward": [True] * (DEPTH - 1), "backward": [True] * (DEPTH - 1)}
 
 
-@pytest.mark.parametrize(
-    ("key", "numel"),
-    [
-        ("stage3_prefetch_bucket_size", 0),
-        ("stage3_max_live_parameters", 0),
-        ("stage3_max_live_parameters", BLOCK_NUMEL),  # the block that runs
-    ],
-)
+@pytest.mark.parametrize("key", ["stage3_prefetch_bucket_size", "stage3_max_live_parameters"])
 @on_ranks(2)
-def test_at_the_limit_nothing_is_prefetched(key, numel):
-    found = gathered_neighbours(**{key: numel}, stage3_max_reuse_distance=0)
+def test_without_room_nothing_is_prefetched(key):
+    found = gathered_neighbours(**{key: 0}, stage3_max_reuse_distance=0)
     assert found == {"forward": [False] * (DEPTH - 1), "backward": [False] * (DEPTH - 1)}

@@ -213,6 +213,18 @@ def plain(run: Run) -> None:
     run.finish(trained)
 
 
+def whole_blocks(run: Run) -> None:
+    """Matrices of a block are units of their own, which are gathered and reduced together."""
+    trained = run.open(block_max_numel=2000, unit_max_numel=600)
+    for _ in range(3):
+        run.step(trained)
+        trained.eval()
+        with torch.no_grad():
+            run.loss(trained)
+        trained.train()
+    run.finish(trained)
+
+
 def accumulation(run: Run) -> None:
     """Two micro-batches for each step."""
     trained = run.open(gradient_accumulation_steps=2)

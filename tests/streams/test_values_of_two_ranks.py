@@ -39,6 +39,7 @@ OFFLOADS = ("none", "optimizer", "delayed", "disk", "parameters", "all disk")
 TRIALS = [
     ("plain", "fp32", "always"),
     ("accumulation", "bf16", "never"),
+    ("whole_blocks", "bf16", "never"),
     ("gradients", "fp16", "never"),
     ("two_backwards", "fp32", "always"),
     ("edits", "bf16", "always"),

@@ -108,6 +108,27 @@ class Done:
 DONE = Done()
 
 
+class JointHandle:
+    """The handle of collectives that were started as one. All whose tensors they fill wait for it."""
+
+    __slots__ = ("_error", "_handle")
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle: Handle = handle
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """See :class:`Handle`. After an error every wait raises it: no result is complete."""
+        if self._error is not None:
+            raise self._error
+        handle, self._handle = self._handle, DONE
+        try:
+            handle.wait()
+        except BaseException as error:
+            self._error = error
+            raise
+
+
 def sum_in_rank_order(parts: Sequence[Tensor], out_S: Tensor) -> None:
     """``out_S = parts[0] + parts[1] + ...``, rounded once; ``out_S`` may be one of the parts.
 
@@ -227,6 +248,21 @@ class BoundCollectives:
         self.reduce_scatter: Callable[[Tensor, Tensor], Any] = lambda out_S, full_N: scatter(
             out_S, full_N, scatter_options
         )
+        # Of lists of tensors; NCCL starts each list as one group, which is one launch.
+        gathers: Any = (
+            getattr(group, "all_gather_single_coalesced", None)
+            or group.allgather_into_tensor_coalesced
+        )
+        scatters: Any = (
+            getattr(group, "reduce_scatter_single_coalesced", None)
+            or group.reduce_scatter_tensor_coalesced
+        )
+        self.joint_all_gather: Callable[[list[Tensor], list[Tensor]], Any] = lambda full, shards: (
+            gathers(full, shards, gather_options)
+        )
+        self.joint_reduce_scatter: Callable[[list[Tensor], list[Tensor]], Any] = lambda out, full: (
+            scatters(out, full, scatter_options)
+        )
         self.broadcast: Callable[..., Any] = partial(dist.broadcast, group=group, async_op=True)
         self.all_to_all: Callable[..., Any] = partial(
             dist.all_to_all_single, group=group, async_op=True
@@ -256,6 +292,10 @@ class ProcessGroupComm(RecordedComm):
         self.transport = backend if backend in ("nccl", "fake") else f"stock:{backend}"
         self.recorder.compares = backend != "fake"
         self.queues_on_device = backend not in ("fake", "gloo") and device.type != "cpu"
+        #: Whether several collectives can be one launch: ``joint_all_gather``, ``joint_reduce_scatter``.
+        self.joins = backend in ("nccl", "fake")
+        self._joint_gathers = self.recorder.entries("all_gather")
+        self._joint_reductions = self.recorder.entries("reduce_scatter")
         self._group: dist.ProcessGroup | None = group
         self._bound: BoundCollectives | None = BoundCollectives(group)
         self._owns_group = owns_group
@@ -295,6 +335,32 @@ class ProcessGroupComm(RecordedComm):
         if not full_N.numel():
             return DONE
         return self._start(item, self.bound(item).reduce_scatter, out_S, full_N)
+
+    def joint_all_gather(
+        self, full_N: Sequence[Tensor], shard_S: Sequence[Tensor], *, name: str
+    ) -> JointHandle:
+        """All-gathers of several tensors of one dtype, started as one and recorded as one."""
+        item = self._enter_joint(self._joint_gathers[name], full_N, shard_S)
+        full, shards = list(full_N), list(shard_S)
+        if full[0].dtype not in _NATIVE:
+            full = [tensor.view(torch.uint8) for tensor in full]
+            shards = [tensor.view(torch.uint8) for tensor in shards]
+        return JointHandle(self._start(item, self.bound(item).joint_all_gather, full, shards))
+
+    def joint_reduce_scatter(
+        self, out_S: Sequence[Tensor], full_N: Sequence[Tensor], *, name: str
+    ) -> JointHandle:
+        """Reduce-scatters of several tensors of one dtype, started as one and recorded as one."""
+        item = self._enter_joint(self._joint_reductions[name], full_N, out_S)
+        call = self.bound(item).joint_reduce_scatter
+        return JointHandle(self._start(item, call, list(out_S), list(full_N)))
+
+    def _enter_joint(
+        self, entry: Entry, full_N: Sequence[Tensor], parts_S: Sequence[Tensor]
+    ) -> Item:
+        numel = sum(tensor.numel() for tensor in full_N)
+        sent = numel - sum(tensor.numel() for tensor in parts_S)
+        return self.recorder.enter(entry, full_N[0], numel, sent)
 
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """Stock all-gather into a new tensor; on CUDA the result is ready on the current stream."""
@@ -391,6 +457,11 @@ class _Pending:
         if work is not None:
             self._comm.finish(self._item, work)
             self._buffers = None
+
+
+def joining(comm: Comm) -> ProcessGroupComm | None:
+    """``comm``, if several of its collectives can be one launch, as those of NCCL can."""
+    return comm if isinstance(comm, ProcessGroupComm) and comm.joins else None
 
 
 def queues_on_device(comm: Comm) -> bool:

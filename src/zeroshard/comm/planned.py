@@ -24,6 +24,7 @@ from zeroshard.comm.collectives import (
     DONE,
     BoundCollectives,
     Handle,
+    JointHandle,
     ProcessGroupComm,
     sum_temporary,
 )
@@ -48,8 +49,9 @@ class _FakeSkipped(BoundCollectives):
 
 
 def _unless_fake(call: Callable[..., Any]) -> Callable[..., Any]:
-    def start(out: Tensor, *others: Any) -> Any:
-        return DONE if isinstance(out, FakeTensor) else call(out, *others)
+    def start(out: Any, *others: Any) -> Any:
+        first = out[0] if isinstance(out, list) else out
+        return DONE if isinstance(first, FakeTensor) else call(out, *others)
 
     return start
 
@@ -57,13 +59,14 @@ def _unless_fake(call: Callable[..., Any]) -> Callable[..., Any]:
 class PlannedComm(ProcessGroupComm):
     """Checks sizes, dtypes and memory formats, as real transports do. Holds no memory.
 
-    ``adds``: a rank adds what the others send.
+    ``adds``: a rank adds what the others send, as on CPU ranks. Those join no collectives.
     """
 
     adds = False
 
     def __init__(self, group: dist.ProcessGroup, **options: Any) -> None:
         super().__init__(group, **options)
+        self.joins = not self.adds
         self._bound = _FakeSkipped(group)
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
@@ -82,6 +85,22 @@ class PlannedComm(ProcessGroupComm):
             sum_temporary(out_S)
 
         return _Then(handle, add)
+
+    def joint_all_gather(
+        self, full_N: Sequence[Tensor], shard_S: Sequence[Tensor], *, name: str
+    ) -> JointHandle:
+        """Nothing moves."""
+        for full, shard in zip(full_N, shard_S, strict=True):
+            self._check("all_gather", name, full, shard)
+        return super().joint_all_gather(full_N, shard_S, name=name)
+
+    def joint_reduce_scatter(
+        self, out_S: Sequence[Tensor], full_N: Sequence[Tensor], *, name: str
+    ) -> JointHandle:
+        """Nothing moves."""
+        for full, out in zip(full_N, out_S, strict=True):
+            self._check("reduce_scatter", name, full, out)
+        return super().joint_reduce_scatter(out_S, full_N, name=name)
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
         """Nothing moves."""

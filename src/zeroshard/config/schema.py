@@ -17,6 +17,7 @@ from zeroshard.config.fields import (
     STAGE,
     Amount,
     Count,
+    CountOrAuto,
     Dtype,
     Flag,
     Fraction,
@@ -218,8 +219,8 @@ class ZeroConfig(Section):
     )
     stage3_max_live_parameters: Natural = honour(
         1_000_000_000,
-        "If this many parameter elements are gathered, no more are prefetched. As many at most stay "
-        "gathered from forward to backward.",
+        "If this many parameter elements are gathered, only the next module is prefetched; 0: none. As "
+        "many at most stay gathered from forward to backward.",
     )
     stage3_max_reuse_distance: Natural | None = honour(
         None,
@@ -329,9 +330,19 @@ class Config(Section):
     compile_blocks: Flag = honour(
         False,
         "torch.compile the forward of each wrapped module, inside the hooks that gather its parameters. "
-        "Blocks that are split (unit_max_numel) are compiled in parts.",
+        "Blocks that are split (block_max_numel) are compiled in parts.",
     )
-    unit_max_numel: Count = honour(64 * 2**20, "Units with more elements are split.")
+    block_max_numel: CountOrAuto = honour(
+        "auto",
+        "Blocks with more elements are gathered in parts, module by module. auto: on an accelerator, a "
+        "block is whole if two of them take at most a sixteenth of the device's memory; else "
+        "`unit_max_numel`.",
+    )
+    unit_max_numel: Count = honour(
+        64 * 2**20,
+        "Units with more elements are split. On an accelerator, matrices of a block with a sixteenth as "
+        "many elements are units of their own, and all units of a block are sent together.",
+    )
     unit_min_numel: Natural = honour(256 * 2**10, "Units with fewer elements are merged.")
     conditional_modules: Texts = honour(
         (),

@@ -30,7 +30,8 @@ class UnitBytes:
     ``state``: optimizer state by name, of every parameter that the optimizer updates. ``spans``: tiers of
     this rank's master and state; empty: all on the device. ``param_tier``: the tier of the parameters.
     ``grad_nbytes``: gradients that wait on the device for the update or for further micro-batches.
-    ``stored_grad_nbytes``: reduced gradients that wait in ``grad_tier``.
+    ``stored_grad_nbytes``: reduced gradients that wait in ``grad_tier``. ``group``: that of units that
+    are gathered and reduced together; "": it is alone.
     """
 
     layout: UnitLayout
@@ -44,6 +45,7 @@ class UnitBytes:
     param_tier: Tier = Tier.DEVICE
     # Of this process among the unit's own holders; None: as for other units.
     rank: int | None = None
+    group: str = ""
 
 
 def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Key, int]:

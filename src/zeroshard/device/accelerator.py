@@ -76,6 +76,11 @@ class AcceleratorOps(DeviceOps):
         """See :class:`DeviceOps`."""
         torch.accelerator.empty_cache()
 
+    def total_nbytes(self) -> int:
+        """See :class:`DeviceOps`."""
+        _, total = torch.accelerator.get_memory_info(self.device)
+        return int(total)
+
     def free_nbytes(self) -> int:
         """See :class:`DeviceOps`."""
         free, _ = torch.accelerator.get_memory_info(self.device)

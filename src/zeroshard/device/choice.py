@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -27,6 +28,24 @@ def ops_of(device: torch.device) -> DeviceOps:
     if device.type in _HOST_TYPES:
         return DeviceOps(device)
     return _OPS.get(device.type, AcceleratorOps)(device)
+
+
+_planned_nbytes: list[int] = []
+
+
+@contextlib.contextmanager
+def planned_memory(nbytes: int) -> Iterator[None]:
+    """Inside, engines of fake tensors plan for a device with so much memory of its own; 0: the CPU."""
+    _planned_nbytes.append(nbytes)
+    try:
+        yield
+    finally:
+        _planned_nbytes.pop()
+
+
+def memory_nbytes(device: torch.device) -> int:
+    """Bytes of the device's own memory. 0: it has that of the host."""
+    return ops_of(device).total_nbytes() or sum(_planned_nbytes[-1:])
 
 
 def choose_device(device: torch.device) -> None:

@@ -191,6 +191,10 @@ class DeviceOps:
     def empty_cache(self) -> None:
         """Return the unused memory of torch's allocator to the device."""
 
+    def total_nbytes(self) -> int:
+        """Bytes of the device's memory, as its driver counts them. 0 on the CPU."""
+        return 0
+
     def free_nbytes(self) -> int:
         """Free bytes of the device's memory, as its driver counts them. 0 on the CPU."""
         return 0

@@ -5,6 +5,7 @@ Also checks the objects that a caller passes to an engine.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,12 +20,12 @@ from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.core.layout import SlotBlock
 from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.core.mesh_sources import MeshSource
-from zeroshard.device.choice import own_device
+from zeroshard.device.choice import memory_nbytes, own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.preemption import check_can_save_in
 from zeroshard.engine.restarts import batch_of_run
 from zeroshard.engine.sinks import check_packages
-from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
+from zeroshard.engine.unit_plan import UnitSpec, cut_block, plan_units, probed
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.optim.factory import Probe, build_optimizer
 from zeroshard.optim.schedulers import build_scheduler
@@ -35,6 +36,8 @@ from zeroshard.precision.policy import Policy, policy_from
 from zeroshard.watchdog.session import set_up_together
 from zeroshard.zero.sharded_parameter import owner_of
 from zeroshard.zero.unit import Unit
+
+logger = logging.getLogger("zeroshard")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +118,16 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     check_tensor_ranks(model, mesh)
     check_is_cut(blocks.values(), mesh, loaded.origins["parallel.tensor"])
     check_adapters(given.model, mesh)
+    device_nbytes = memory_nbytes(device)
+    if rank_info.is_main_rank and (said := cut_block(model, settings, device_nbytes)):
+        logger.info("%s", said)
     specs = plan_units(
         model, settings, policy, inner,
         num_shards=len(mesh.group(rank_info.rank, SHARDS)),
         num_holders=len(mesh.group(rank_info.rank, HOLDERS)),
         whole=not all(probe.elementwise for probe in probes.values()),
         blocks=blocks,
+        device_nbytes=device_nbytes,
     )  # fmt: skip
     return Draft(
         model,

@@ -9,6 +9,7 @@ of a backward and the update hold without them.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -152,9 +153,11 @@ def _freed(run: Run, changed: Run) -> int:
 
 
 def _full(run: Run, kind: str, live_units: int) -> int:
-    """Bytes of the largest units in full, of so many."""
-    sizes = sorted(unit.layout.full_numel * getattr(unit, kind) for unit in run.units)
-    return sum(sizes[-live_units:])
+    """Bytes of the largest units in full, of so many. Those of a group are full at the same time."""
+    sizes: dict[object, int] = defaultdict(int)
+    for at, unit in enumerate(run.units):
+        sizes[unit.group or at] += unit.layout.full_numel * getattr(unit, kind)
+    return sum(sorted(sizes.values())[-live_units:])
 
 
 def smaller_batches(run: Run) -> Iterator[Remedy]:

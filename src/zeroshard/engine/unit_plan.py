@@ -4,11 +4,16 @@ First the modules to wrap are chosen. A wrapped module gathers its parameters be
 them after it. By default, repeated blocks (transformer layers) and large single modules (embeddings) are
 wrapped. The remaining parameters belong to the root. Then the parameters of each wrapped module become
 units, one for each combination of dtype and trainability.
+
+On an accelerator a large block is wrapped whole, and each large matrix of a block is a unit. So one
+launch gathers the block, and the gradient of a matrix, which has memory of its own, is reduced without a
+copy.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +37,12 @@ from zeroshard.zero.materialize import check_meta
 GATHERED_AS_ONE = "_gathered_as_one"
 """Attribute of a module that is never cut into units, like ``leaf_module`` in the configuration."""
 
+
+OWN_PART = 16
+"""On an accelerator, a matrix of at least this part of ``unit_max_numel`` elements is a unit of its own.
+
+Below 4 Mi elements a unit more costs more time of the host than the copy of its gradient on the device.
+"""
 
 ROOT = "root"
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -60,6 +71,7 @@ class UnitSpec:
     layout: UnitLayout
     row: DtypeRow
     trainable: bool
+    group: str = ""  # units of one group are gathered, and reduced, by one launch
     pipeline_stage: int | None = 0  # that has the unit; None: several, since the unit is tied
     tie: tuple[int, ...] = ()  # the pipeline ranks that hold the unit, if there are several
 
@@ -79,13 +91,15 @@ def plan_units(
     num_holders: int,
     whole: bool,
     blocks: Mapping[str, SlotBlock],
+    device_nbytes: int = 0,
 ) -> list[UnitSpec]:
     """Cut the model into units: by wrapped module, and inside a module by dtype and trainability.
 
     ``num_shards``: the ranks of a shard group. ``num_holders``: the ranks of one pipeline rank that hold
     the same, replicas included; a unit that is tied over p pipeline ranks has p times as many shards.
     ``whole``: the optimizer needs whole matrices, so no trained
-    parameter is cut. ``blocks``: of parameters that are DTensors, by name.
+    parameter is cut. ``blocks``: of parameters that are DTensors, by name. ``device_nbytes``: the memory
+    of the device; 0: it is the CPU.
 
     Units that are tied over pipeline stages come first. So every rank has them in the same order, and
     they are gathered first and reduced last.
@@ -96,10 +110,12 @@ def plan_units(
     check_meta(model)
     zero = config.zero_optimization
     leaf = zero.leaf_module
+    block_max_numel = largest_block_numel(config, device_nbytes)
+    is_split = block_max_numel > config.unit_max_numel
     wrapped_modules = plan_wrapping(
         model,
         units=config.units,
-        max_numel=config.unit_max_numel,
+        max_numel=block_max_numel,
         min_numel=config.unit_min_numel,
         conditional=config.conditional_modules,
         leaves=[c.rpartition(".")[2] for c in leaf.classes]
@@ -119,7 +135,14 @@ def plan_units(
             for fqn, owner in owners.items()
         }
         return _unit_specs(
-            wrapped, params, updated, rows, num_shards=shards, whole=whole, blocks=blocks
+            wrapped,
+            params,
+            updated,
+            rows,
+            num_shards=shards,
+            whole=whole,
+            blocks=blocks,
+            own_numel=config.unit_max_numel / OWN_PART if is_split else math.inf,
         )
 
     if isinstance(model, PipelineModel):
@@ -211,7 +234,9 @@ def _unit_specs(
     num_shards: int,
     whole: bool,
     blocks: Mapping[str, SlotBlock],
+    own_numel: float,
 ) -> list[UnitSpec]:
+    """``own_numel``: matrices of at least so many elements are units of their own."""
     kinds: dict[tuple[bool, DtypeRow], list[str]] = defaultdict(list)
     for fqn in wrapped.params:
         param = params[fqn]
@@ -227,15 +252,72 @@ def _unit_specs(
             tags.append(str(row.param).removeprefix("torch."))
         if any(r.param == row.param for r in others):
             tags.append(f"sent as {str(row.reduce).removeprefix('torch.')}")
-        name = ":".join([wrapped.name, *tags]) if len(kinds) > 1 else wrapped.name
-        layout = pack(
-            [(fqn, local_of(params[fqn]).shape) for fqn in fqns],
-            num_shards=num_shards,
-            whole=whole and trainable,
-            blocks=blocks,
-        )
-        specs.append(UnitSpec(name, wrapped.fqn, layout, row, trainable))
+        shapes = {fqn: local_of(params[fqn]).shape for fqn in fqns}
+        parts = {wrapped.name: fqns}
+        is_whole = whole and trainable  # a matrix alone would be padded to the others' shards
+        if not is_whole:
+            parts = _parts_of(wrapped.name, shapes, own_numel)
+        group = ":".join([wrapped.name, *tags]) if len(parts) > 1 else ""
+        for part, held in parts.items():
+            name = ":".join([part, *tags]) if len(kinds) > 1 else part
+            layout = pack(
+                [(fqn, shapes[fqn]) for fqn in held],
+                num_shards=num_shards,
+                whole=is_whole,
+                blocks=blocks,
+            )
+            specs.append(UnitSpec(name, wrapped.fqn, layout, row, trainable, group))
     return specs
+
+
+def _parts_of(
+    name: str, shapes: Mapping[str, torch.Size], own_numel: float
+) -> dict[str, list[str]]:
+    """The parameters of a block by the name of their unit: large matrices alone, the rest together.
+
+    A matrix has the name of its module, unless that is the name of another unit.
+    """
+    large = {fqn for fqn, shape in shapes.items() if len(shape) > 1 and shape.numel() >= own_numel}
+    modules = Counter([name, *(fqn.rpartition(".")[0] for fqn in large)])
+    parts: dict[str, list[str]] = {}
+    for fqn in shapes:
+        module = fqn.rpartition(".")[0]
+        own = module if modules[module] == 1 else fqn
+        parts.setdefault(own if fqn in large else name, []).append(fqn)
+    return parts if len(parts) > 1 else {name: [*shapes]}
+
+
+def largest_block_numel(config: Config, device_nbytes: int) -> int:
+    """Elements of the largest block that is gathered whole. ``device_nbytes``: see :func:`plan_units`."""
+    asked = config.block_max_numel
+    if asked == "auto":
+        return max(config.unit_max_numel, whole_block_numel(device_nbytes))
+    return asked
+
+
+def cut_block(model: nn.Module, config: Config, device_nbytes: int) -> str:
+    """A sentence about the largest block if the device's memory is too small for two of them; or ""."""
+    if config.units != "auto" or config.block_max_numel != "auto" or not device_nbytes:
+        return ""
+    tree, limit = _Tree(model), largest_block_numel(config, device_nbytes)
+    name = max(tree.blocks(), key=tree.numel.__getitem__, default="")
+    if not name or tree.numel[name] <= limit:
+        return ""
+    return (
+        f"{name} has {tree.numel[name]:,} parameters, and two such blocks would take more than a "
+        f"sixteenth of the device's memory ({device_nbytes / 1e9:.1f} GB). So each is gathered module by "
+        f'module: more launches, less memory. "block_max_numel": {tree.numel[name]} gathers it whole.'
+    )
+
+
+def whole_block_numel(device_nbytes: int) -> int:
+    """Elements of the largest block that is gathered whole on a device with so much memory; 0: none is.
+
+    Two of them, in two bytes an element, take at most a sixteenth of the memory: the block that is used
+    and the next one. A power of two, since the memory of devices of one type differs a little.
+    """
+    numel = device_nbytes // (16 * 2 * 2)
+    return 1 << (numel.bit_length() - 1) if numel else 0
 
 
 # ---------------------------------------------------------------- the wrapped modules
@@ -320,6 +402,18 @@ class _Tree:
             if prefix + name in self.modules:  # a second registration of a module is not a child
                 yield prefix + name
 
+    def repeated(self, fqn: str, children: Sequence[str]) -> list[str]:
+        """Those of the children of a list of modules whose class occurs more than once: its blocks."""
+        if not isinstance(self.modules[fqn], _CONTAINERS):
+            return []
+        classes = Counter(type(self.modules[child]).__name__ for child in children)
+        return [c for c in children if classes[type(self.modules[c]).__name__] > 1]
+
+    def blocks(self) -> Iterator[str]:
+        """All repeated blocks."""
+        for fqn in self.modules:
+            yield from self.repeated(fqn, [*self.children(fqn)])
+
     def is_single(self, fqn: str) -> bool:
         """Whether all parameters of the module are its own, such as those of an embedding."""
         return not any(self.numel[child] for child in self.children(fqn))
@@ -356,11 +450,10 @@ def _auto_wrapping(
 
     def visit(fqn: str) -> Iterator[str]:
         children = [c for c in tree.children(fqn) if tree.numel[c] and c not in skipped]
-        repeated = Counter(type(tree.modules[c]).__name__ for c in children)
-        is_list = isinstance(tree.modules[fqn], _CONTAINERS)
+        blocks = {*tree.repeated(fqn, children)}
         for child in children:
             numel = tree.numel[child]
-            is_block = is_list and repeated[type(tree.modules[child]).__name__] > 1
+            is_block = child in blocks
             if numel < min_numel:
                 continue
             if child in leaf or tree.is_single(child) or (is_block and numel <= max_numel):
@@ -477,7 +570,7 @@ def plan_bytes(
         row, layout = spec.row, spec.layout
         if not spec.trainable:
             tier = offload_plan.tier_of(spec.name)
-            planned.append(UnitBytes(layout, row.param.itemsize, param_tier=tier))
+            planned.append(UnitBytes(layout, row.param.itemsize, param_tier=tier, group=spec.group))
             continue
         state = {}
         for slot in layout.slots if optimizer is not None else ():
@@ -504,6 +597,7 @@ def plan_bytes(
                 state=state,
                 spans=offload_plan.spans_of(spec.name),
                 param_tier=offload_plan.tier_of(spec.name),
+                group=spec.group,
             )
         )
     return planned

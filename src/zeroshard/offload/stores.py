@@ -5,12 +5,11 @@ They follow the plan of :mod:`zeroshard.offload.offload_plan`.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from zeroshard.comm.env import RankInfo
 from zeroshard.config import Config
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
-from zeroshard.device.choice import choose_device, ops_of
+from zeroshard.device.choice import choose_device, memory_nbytes, ops_of
 from zeroshard.device.copy_streams import CopyStreams, CudaCopyStreams
 from zeroshard.device.pinned import HostArena, slot_nbytes
 from zeroshard.memory.malloc import return_large_blocks
@@ -47,22 +46,9 @@ PATIENCE_S = 10.0
 """How long copies are waited for after an error. They take less than a second unless a rank is lost."""
 
 
-_plans_apart: list[bool] = []
-
-
-@contextlib.contextmanager
-def host_memory_apart(apart: bool) -> Iterator[None]:
-    """Inside, if ``apart``, engines of fake tensors plan for devices with memory of their own."""
-    _plans_apart.append(apart)
-    try:
-        yield
-    finally:
-        _plans_apart.pop()
-
-
 def has_copy_streams(device: torch.device) -> bool:
     """Whether host memory differs from the device's memory."""
-    return ops_of(device).is_async or any(_plans_apart[-1:])
+    return ops_of(device).is_async or memory_nbytes(device) > 0
 
 
 def make_copy_streams(device: torch.device, *, copies: bool) -> CopyStreams | None:

@@ -96,12 +96,14 @@ def make_plan(
         task = _with_few(task)
     mesh, source, settings = task.mesh, task.source, task.loaded.config
     is_timed = machine is not None
+    known = machine.device.memory_bytes if machine is not None else None
     with explained(source.name):
         of_stages = [
             simulate(
                 source.build, task.chosen, source.batch, mesh=mesh, rank=rank, loss_fn=source.loss,
                 plan="auto" if task.engine_cuts else None, with_events=with_events or is_timed,
                 target=kind, with_checkpoint=True, ranks_per_node=ranks_per_node or ranks,
+                device_nbytes=int(known.value) if known is not None else limit_nbytes or 0,
             )
             for rank in _first_ranks(mesh)
         ]  # fmt: skip

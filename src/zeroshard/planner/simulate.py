@@ -26,6 +26,7 @@ from zeroshard.comm.simulation import CallLog, Histories, Message, lone_rank
 from zeroshard.config import load_config
 from zeroshard.config.parse import read_source
 from zeroshard.core.mesh import DIMS, HOLDERS, SHARDS, Mesh
+from zeroshard.device.choice import planned_memory
 from zeroshard.engine.build import gathers_while_reducing
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.out_of_memory import run_of
@@ -33,7 +34,6 @@ from zeroshard.engine.remedies import Run
 from zeroshard.engine.report import OUTSIDE, MemoryRow
 from zeroshard.engine.sinks import SINKS
 from zeroshard.errors import UsageError
-from zeroshard.offload.stores import host_memory_apart
 from zeroshard.parallel.pipeline_stage import Boundary
 from zeroshard.parallel.schedules import SCHEDULES, idle, live
 from zeroshard.parallel.split import PipelineModel
@@ -66,6 +66,10 @@ _NOT_SIMULATED = frozenset(
 )
 """Keys that a simulation leaves out: it handles no signals of its process, makes no directory of
 checkpoints, prints nothing, and opens no monitor, whose package may be missing where a run is planned."""
+
+
+USUAL_NBYTES = 80_000_000_000
+"""The memory of an accelerator that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,7 @@ def simulate(
     target: Target = "cpu",
     with_checkpoint: bool = False,
     ranks_per_node: int | None = None,
+    device_nbytes: int = 0,
 ) -> Simulation:
     """Train ``steps`` steps as ``rank`` of ``mesh`` with fake tensors, and say what that needed.
 
@@ -171,7 +176,8 @@ def simulate(
     The first step creates optimizer state, so the second one shows the memory of all later steps.
     ``with_events``: log what the last step does, for its time. ``target``: the kind of device whose
     operations the model runs. ``with_checkpoint``: then save and load. ``ranks_per_node``: how many
-    ranks share a node, and so may share memory; None: not known.
+    ranks share a node, and so may share memory; None: not known. ``device_nbytes``: the memory of an
+    accelerator, which decides what blocks are gathered whole; 0: :data:`USUAL_NBYTES`.
 
     The process must not have a process group. Memory of allocators and of the program itself is not
     counted; that of the transport is, for CPU ranks, if the configuration names one (key ``transport``),
@@ -187,8 +193,8 @@ def simulate(
     }
     log = StepLog()
     watch = Allocations(log.note)
-    apart = host_memory_apart(target != "cpu")
-    with lone_rank(rank, mesh.world_size), kernels_of(target), apart, fake_tensors(), watch:
+    device = planned_memory(0 if target == "cpu" else device_nbytes or USUAL_NBYTES)
+    with lone_rank(rank, mesh.world_size), kernels_of(target), device, fake_tensors(), watch:
         inputs, labels = tree_map_only(torch.Tensor, _fake_like, (inputs, labels))
         model = build()
         arriving: Mapping[int, Sequence[Boundary]] = {}

@@ -102,7 +102,7 @@ class GradBuffer:
         self.grads_N: Tensor | None = None
         self.reducing_N: Tensor | None = None  # the input of the reduction in flight
         self.reduce_result_S: Tensor | None = None  # its output
-        self.views: list[Tensor] = []  # of grads_N, by slot
+        self._views: list[Tensor] | None = None  # of grads_N, by slot; None: not made yet
         self.filled = [False] * len(
             unit.params
         )  # by slot: is there a gradient, in grads_N or waiting?
@@ -202,7 +202,7 @@ class GradBuffer:
         self.grads_N = self.comm.allocate(
             unit.layout.full_numel, dtype=dtype, device=unit.full_N.device
         )
-        self._set_views()
+        self._views = None
         self.report()
 
     def _is_whole(self, grad: Tensor, dtype: torch.dtype) -> bool:
@@ -221,18 +221,24 @@ class GradBuffer:
 
     def adopt(self, grad: Tensor) -> None:
         """Make the gradient's own memory ``grads_N``. Nothing else may refer to it."""
-        self.grads_N = grad.detach().view(-1)
-        self._set_views()
+        self.grads_N, self._views = grad.view(-1), None
         self.report()
 
-    def _set_views(self) -> None:
-        grads_N = self.grads_N
-        assert grads_N is not None
-        at = grads_N.storage_offset()
-        self.views = [
-            grads_N.as_strided(shape, strides, at + start)  # half the cost of a slice and a view
-            for shape, strides, start in self._places
-        ]
+    @property
+    def views(self) -> list[Tensor]:
+        """Of ``grads_N``, by slot. An adopted gradient that is only reduced needs none."""
+        if self._views is None:
+            grads_N = self.grads_N
+            if grads_N is None:
+                return []
+            at = grads_N.storage_offset()
+            self._views = [
+                grads_N.as_strided(
+                    shape, strides, at + start
+                )  # half the cost of a slice and a view
+                for shape, strides, start in self._places
+            ]
+        return self._views
 
     def slots_of(self, index: int) -> AddendSlots | None:
         """The addends among which slot ``index`` is; None: its gradients are whole."""
@@ -382,7 +388,7 @@ class GradBuffer:
         assert self.grads_N is not None
         if self.grads_N.dtype != self.unit.row.grad_accum:
             self.grads_N = self.grads_N.to(self.unit.row.grad_accum)
-            self._set_views()
+            self._views = None
             self.report()
 
     def detach_local(self) -> Tensor:
@@ -397,7 +403,7 @@ class GradBuffer:
                 view for view, filled in zip(self.views, self.filled, strict=True) if not filled
             ]
             torch._foreach_zero_(missing)
-        taken, self.grads_N, self.views = self.grads_N, None, []
+        taken, self.grads_N, self._views = self.grads_N, None, None
         self.filled = [False] * len(self.filled)
         return taken
 
@@ -462,7 +468,7 @@ class GradBuffer:
     def reset(self) -> None:
         """Drop and free the gradients of this step."""
         self.stand_ins.hide()
-        self.grads_N, self.views = None, []
+        self.grads_N, self._views = None, None
         self._waiting, self._waiting_numel = {}, 0
         self._take_back()
         self.reducing_N = self.reduce_result_S = None
@@ -503,8 +509,7 @@ class GradBuffer:
         self.grads_N, self._reduced_S, self.reduced_N = map(
             moved, (self.grads_N, self._reduced_S, self.reduced_N)
         )
-        if self.grads_N is not None:
-            self._set_views()
+        self._views = None
         self.ledger.hold("gradients", self.unit.name, 0, self.tier)
         self.tier = tier
         held_nbytes = sum(here.nbytes for here in held)

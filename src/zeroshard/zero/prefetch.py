@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.zero.unit import Unit, UnitState
+from zeroshard.zero.unit_group import UnitGroup, groups_of
 
 
 @dataclass(eq=False)
@@ -26,6 +27,8 @@ class WrappedModule:
     module: nn.Module
     units: tuple[Unit, ...]
     sharded: tuple[Unit, ...] = field(init=False)  # the units that are not resident
+    groups: tuple[UnitGroup, ...] = field(init=False)  # of those that are gathered together
+    single: tuple[Unit, ...] = field(init=False)  # those that are gathered one by one
     storage_ids: set[int] = field(init=False)  # of their full parameters
     counts_views: bool = field(init=False)  # see ``saved_views.py``
     is_read_aside: bool = False  # backward reads it, and came through none of its outputs
@@ -38,6 +41,9 @@ class WrappedModule:
 
     def __post_init__(self) -> None:
         self.sharded = tuple(unit for unit in self.units if not unit.resident)
+        self.groups = tuple(groups_of(self.sharded))
+        joined = {unit.name for group in self.groups for unit in group.units}
+        self.single = tuple(unit for unit in self.sharded if unit.name not in joined)
         self.storage_ids = {unit.storage_id for unit in self.sharded}
         for unit in self.sharded:
             unit.storage_ids = self.storage_ids
@@ -47,9 +53,11 @@ class WrappedModule:
         self.trainable_units = sum(unit.trainable for unit in self.units)
 
     def unshard(self) -> None:
-        for unit in self.sharded:
+        for unit in self.single:
             if not unit.is_allocated:
                 unit.unshard()
+        for group in self.groups:
+            group.unshard()
 
     def prefetch_shards(self) -> None:
         """Start reading shards on disk, before their all-gather: a local read, and the longest part."""
@@ -70,9 +78,11 @@ class WrappedModule:
     def reshard(self) -> None:
         if self.is_in_new_graph:
             return
-        for unit in self.sharded:
+        for unit in self.single:
             if unit.is_allocated:
                 unit.reshard()
+        for group in self.groups:
+            group.reshard()
 
     @property
     def is_read_in_backward(self) -> bool:
@@ -117,11 +127,11 @@ class Prefetcher:
 
     ``prefetch_numel``: nothing more is gathered ahead of its use when so many elements are
     (``stage3_prefetch_bucket_size``), so the next module is, whatever its size; 0: nothing is.
-    ``live_numel``: the same for all full elements but those that stay full from forward to backward, and
-    the limit of these (``stage3_max_live_parameters``). ``reuse_numel``: a module stays full after its
-    forward if at most this many elements are used between it and its backward
-    (``stage3_max_reuse_distance``). None: only the last module of forward stays full, because it would
-    otherwise be gathered twice in a row. 0: none.
+    ``live_numel``: with so many full elements, without those that stay full from forward to backward,
+    only the next module is gathered (0: nothing); and the limit of those that stay
+    (``stage3_max_live_parameters``). ``reuse_numel``: a module stays full after its forward if at most
+    this many elements are used between it and its backward (``stage3_max_reuse_distance``). None: only the
+    last module of forward stays full, because it would else be gathered twice in a row. 0: none.
     """
 
     def __init__(
@@ -147,6 +157,7 @@ class Prefetcher:
         )
         # By id: the order of use in the last complete forward with this module, and its place in it.
         self._places: dict[int, tuple[list[WrappedModule], int]] = {}
+        self._first: list[WrappedModule] = []  # the only order, if there is one
         self._recording: list[WrappedModule] = []
         self._seen: set[int] = set()
         # By id, modules whose shards were prefetched since the last reshard_all.
@@ -168,7 +179,8 @@ class Prefetcher:
         places = {s: place for s, place in self._places.items() if id(place[0]) not in outdated}
         places.update({id(wrapped): (recorded, at) for at, wrapped in enumerate(recorded)})
         self._places = places
-        orders = {id(order): order for order, _ in places.values()}.values()
+        orders = [*{id(order): order for order, _ in places.values()}.values()]
+        self._first = orders[0] if len(orders) == 1 else []
         self._kept = frozenset(id(s) for order in orders for s in self._worth_keeping(order))
 
     def unshard(self, wrapped: WrappedModule, *, forward: bool, reads: bool = True) -> None:
@@ -226,16 +238,19 @@ class Prefetcher:
             wrapped.is_in_new_graph = kept and not wrapped.is_sharded
 
     def _prefetch(self, wrapped: WrappedModule, forward: bool) -> None:
-        place = self._places.get(id(wrapped))
+        first = (self._first, -1) if forward and wrapped is self.root else None
+        place = self._places.get(id(wrapped), first)
         if place is None:
             return
         order, at = place
         ahead = range(at + 1, len(order)) if forward else range(at - 1, -1, -1)
-        if self._is_limited and self.live() >= self.live_numel:
+        if not self.live_numel:
             return
         numel_ahead, started = 0, False
         for position in ahead:
             if numel_ahead >= self.prefetch_numel:
+                return
+            if numel_ahead and self._is_limited and self.live() >= self.live_numel:
                 return
             later = order[position]
             numel_ahead += later.numel

@@ -15,15 +15,16 @@ Letters as in :mod:`zeroshard.zero.unit`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from zeroshard.comm.collectives import joining
 from zeroshard.errors import UsageError
 from zeroshard.memory.storage import real_view
 from zeroshard.zero.gradients import GradBuffer
@@ -37,11 +38,15 @@ MAX_IN_FLIGHT = 2
 """The largest number of reductions in flight, if they overlap with backward. More would cost memory."""
 
 
-class _InFlight(NamedTuple):
+class _Reduction(NamedTuple):
     buffer: GradBuffer
-    handle: Handle
     grads_N: Tensor  # the input: its memory must live until the reduction has ended
     result_S: Tensor
+
+
+class _InFlight(NamedTuple):
+    handle: Handle
+    reductions: Sequence[_Reduction]  # that were started together
 
 
 class BackwardKind(NamedTuple):
@@ -80,8 +85,9 @@ class GradReducer:
     waiting: bool = False  # gradients of a finished backward are not reduced yet
     _completes: bool = False  # the running backward is the last one of its step
     _accumulates: bool = False  # the running step sums several micro-batches
-    _next: int = 0  # in ``_running``
+    _next: int = 0  # in ``_launches``
     _running: list[GradBuffer] = field(default_factory=list)  # of the running backward's stage
+    _launches: list[list[GradBuffer]] = field(default_factory=list)  # the same, by launch
     _in_flight: deque[_InFlight] = field(default_factory=deque)
 
     @cached_property
@@ -99,6 +105,11 @@ class GradReducer:
         stages = dict.fromkeys(buffer.pipeline_stage for buffer in self.buffers)
         return {stage: [b for b in self.order if b.pipeline_stage == stage] for stage in stages}
 
+    @cached_property
+    def _launches_of(self) -> dict[int | None, list[list[GradBuffer]]]:
+        """The buffers of each pipeline stage by launch: those of a group are reduced together."""
+        return {stage: _by_launch(buffers) for stage, buffers in self._orders.items()}
+
     # ------------------------------------------------------------------ one backward
 
     def begin_backward(self, kind: BackwardKind) -> None:
@@ -106,6 +117,7 @@ class GradReducer:
         self.reducing = self.eager or kind.completes
         self._completes, self._accumulates, stage, rescale = kind
         self._next, self._running = 0, self._orders.get(stage, [])
+        self._launches = self._launches_of.get(stage, [])
         for sums in self.copy_sums:
             sums.reopen()
         sums_locally = self._accumulates and not self.eager
@@ -120,8 +132,11 @@ class GradReducer:
         if buffer.complete:
             return
         buffer.complete = True
-        running = self._running
-        while self.reducing and self._next < len(running) and running[self._next].complete:
+        launches = self._launches
+        while self.reducing and self._next < len(launches):
+            for other in launches[self._next]:
+                if not other.complete:
+                    return
             self._launch_next()
 
     def end_backward(self) -> None:
@@ -131,21 +146,35 @@ class GradReducer:
         self.waiting = not self.reducing
         if self.waiting:
             return
-        while self._next < len(self._running):
+        while self._next < len(self._launches):
             self._launch_next()
         for buffer in self._running:  # gradients that arrived after their buffer's reduction
             if buffer.grads_N is not None:
-                self._launch(buffer)
+                self._launch([buffer])
         self._drain(0)
 
     def _launch_next(self) -> None:
-        buffer = self._running[self._next]
+        buffers = self._launches[self._next]
         self._next += 1
-        self._launch(buffer)
+        self._launch(buffers)
 
-    # ------------------------------------------------------------------ one reduction
+    # ------------------------------------------------------------------ one launch
 
-    def _launch(self, buffer: GradBuffer) -> None:
+    def _launch(self, buffers: Sequence[GradBuffer]) -> None:
+        """Start the reductions of some buffers: of one, or of a group."""
+        reductions = [self._opened(buffer) for buffer in buffers]
+        handle = (
+            self._reduce_scatter(*reductions[0])
+            if len(reductions) == 1
+            else self._joint_reduce_scatter(reductions)
+        )
+        self._in_flight.append(_InFlight(handle, reductions))
+        for buffer, grads_N, result_S in reductions:
+            buffer.begin_reduction(grads_N, result_S)
+        self._drain(self.in_flight_limit)
+
+    def _opened(self, buffer: GradBuffer) -> _Reduction:
+        """What the reduction of a buffer reads and writes. The buffer is empty afterwards."""
         unit, layout = buffer.unit, buffer.unit.layout
         buffer.prefetch()  # a stored sum is read back during the reduction, which adds to it
         grads_N = buffer.detach_local()
@@ -158,28 +187,36 @@ class GradReducer:
             result_S = grads_N.new_empty(layout.shard_numel)
         else:  # grads_N is kept
             result_S = grads_N[slice(*layout.shard_range(buffer.comm.rank))]
-        handle = self._reduce_scatter(buffer, result_S, grads_N)
-        self._in_flight.append(_InFlight(buffer, handle, grads_N, result_S))
-        buffer.begin_reduction(grads_N, result_S)
-        self._drain(self.in_flight_limit)
+        return _Reduction(buffer, grads_N, result_S)
 
-    def _reduce_scatter(self, buffer: GradBuffer, target_S: Tensor, grads_N: Tensor) -> Handle:
+    def _reduce_scatter(self, buffer: GradBuffer, grads_N: Tensor, target_S: Tensor) -> Handle:
         """Start the sum over ranks. A part of it would have to be copied first, and waited for."""
         return buffer.comm.reduce_scatter(
             real_view(target_S), real_view(grads_N), name=buffer.unit.name
         )
 
+    def _joint_reduce_scatter(self, reductions: Sequence[_Reduction]) -> Handle:
+        first = reductions[0].buffer
+        comm = joining(first.comm)
+        assert comm is not None, "only such buffers are in one launch"
+        return comm.joint_reduce_scatter(
+            [real_view(each.result_S) for each in reductions],
+            [real_view(each.grads_N) for each in reductions],
+            name=first.unit.group,
+        )
+
     def _drain(self, keep: int) -> None:
         while len(self._in_flight) > keep:
-            done = self._in_flight.popleft()
-            done.handle.wait()
-            done.buffer.end_reduction(
-                done.grads_N,
-                done.result_S,
-                widen=self.eager and self._accumulates,
-                whole=self.whole,
-                complete=self._completes,
-            )
+            handle, reductions = self._in_flight.popleft()
+            handle.wait()
+            for buffer, grads_N, result_S in reductions:
+                buffer.end_reduction(
+                    grads_N,
+                    result_S,
+                    widen=self.eager and self._accumulates,
+                    whole=self.whole,
+                    complete=self._completes,
+                )
 
     # ------------------------------------------------------------------ what the program sees
 
@@ -269,10 +306,10 @@ class GradReducer:
         give every rank the whole gradient."""
         left = [buf for buf in self.order if buf.grads_N is not None or not buf.is_reduced]
         if left:
-            self.reducing, self.waiting, self._running = True, False, []
+            self.reducing, self.waiting, self._running, self._launches = True, False, [], []
             self._completes = True
-            for buffer in left:
-                self._launch(buffer)
+            for buffers in _by_launch(left):
+                self._launch(buffers)
             self._drain(0)
         for sums in self.copy_sums:
             sums.finish()
@@ -325,7 +362,7 @@ class GradReducer:
         real_view(grads_N).div_(self.predivide)
         grads_N = grads_N.to(row.reduce)
         sum_S = torch.empty(layout.shard_numel, dtype=row.reduce, device=grads_N.device)
-        self._reduce_scatter(buffer, sum_S, grads_N).wait()
+        self._reduce_scatter(buffer, grads_N, sum_S).wait()
         before_S = buffer.peek()
         return sum_S if before_S is None else before_S + sum_S
 
@@ -356,4 +393,14 @@ class GradReducer:
         if self.fragments is not None:
             self.fragments.hide()
         self.reducing = self.waiting = self._holds = False
-        self._running = []
+        self._running, self._launches = [], []
+
+
+def _by_launch(buffers: Iterable[GradBuffer]) -> list[list[GradBuffer]]:
+    """Neighbours that one launch reduces: units of one group, over a communicator that can do that."""
+
+    def key(buffer: GradBuffer) -> tuple[object, ...]:
+        joins = buffer.unit.group and joining(buffer.comm) is not None
+        return (buffer.unit.group, id(buffer.comm)) if joins else (id(buffer),)
+
+    return [list(members) for _, members in groupby(buffers, key)]

@@ -123,7 +123,8 @@ class Unit:
     each parameter when it is asked for it. The values of rank 0 are used. ``store_of`` makes the shard
     store from ``shard_S``, which holds the first values at that time. ``room(numel, dtype)`` gives zeroed
     memory for ``shard_S``; None: memory of ``device``. ``has_copies``: ranks outside ``comm`` hold
-    other parts of these parameters, or copies of them.
+    other parts of these parameters, or copies of them. ``group``: the name that units have which are
+    gathered together (:mod:`zeroshard.zero.unit_group`).
     """
 
     def __init__(
@@ -142,8 +143,10 @@ class Unit:
         store_of: Callable[[Tensor], ShardStore] = MemoryShardStore,
         room: AllocateShard | None = None,
         has_copies: bool = False,
+        group: str = "",
     ) -> None:
         self.name = name
+        self.group = group
         self.has_copies = has_copies
         self.order = sharded_parameter.count_owner()
         self.layout = layout
@@ -219,7 +222,7 @@ class Unit:
         self.store = store_of(self.shard_S)
         ledger.hold("parameters", name, part.nbytes, self.store.tier)
         if not resident:
-            self._free_unsharded()
+            self.free_unsharded()
 
     def _adopt(
         self, param: nn.Parameter, slot: Slot, view: Tensor, scatterer: ParamScatterer
@@ -262,19 +265,39 @@ class Unit:
             DiskError: the shard cannot be read; the unit stays sharded.
             torch.OutOfMemoryError: there is no memory for the full parameters; the unit stays sharded.
         """
+        if self.open_gather():
+            self._transition(UnitState.GATHERING)
+            self._start_gather()
+
+    def open_gather(self) -> bool:
+        """Allocate what the all-gather of a sharded unit fills. False: the unit is not sharded.
+
+        Raises as :meth:`unshard` does.
+        """
         if not self.is_sharded:
             self.check_not_offloaded()
-            return
+            return False
         if self.state is UnitState.UPDATING:
             self._end_update()
         self._set_allocated(True)  # if this or the next line raises, the unit stays SHARDED
         try:
             self.store.open_gather()
         except BaseException:
-            self._set_allocated(False)
+            self.cancel_gather()
             raise
+        return True
+
+    def cancel_gather(self) -> None:
+        """Undo :meth:`open_gather`. The all-gather was not started."""
+        self._set_allocated(False)
+
+    def begin_gather(self) -> None:
+        """Note that the all-gather begins. Until :meth:`note_gather` nobody can wait for it."""
         self._transition(UnitState.GATHERING)
-        self._start_gather()
+
+    def note_gather(self, handle: Handle) -> None:
+        """Note the handle of the all-gather."""
+        self._handle = handle
 
     def _start_gather(self) -> None:
         self._handle = self.store.all_gather(
@@ -306,15 +329,34 @@ class Unit:
 
     def reshard(self) -> None:
         """Write back edits and free the full parameters, unless the unit is resident or pinned."""
-        if self.resident or self.pin_count or not self.is_allocated:
+        if not self.can_reshard():
             return
-        if self.state is UnitState.GATHERING and self._handle is None:
-            return  # the all-gather failed: other ranks may still write into the storage
-        self.wait_for_unshard()  # until an all-gather has ended, it writes into the storage
         versions = tuple([tensor._version for tensor in self._versioned])
         edited = self.rebind_storage() or versions != self._full_versions
         self.store.write_back(self._own_part_S, edited=edited)
-        self._free_unsharded()
+        self.free_unsharded()
+
+    def can_reshard(self) -> bool:
+        """Whether :meth:`reshard` frees anything. Then the all-gather has ended, if there was one."""
+        if self.resident or self.pin_count or not self.is_allocated:
+            return False
+        if self.state is UnitState.GATHERING and self._handle is None:
+            return False  # the all-gather failed: other ranks may still write into the storage
+        self.wait_for_unshard()  # until an all-gather has ended, it writes into the storage
+        return True
+
+    def own_part(self) -> Tensor:
+        """This rank's part ``[S]`` of the full unit, with what the program assigned to ``param.data``."""
+        self.rebind_storage()
+        return self._own_part_S
+
+    def free_unsharded(self) -> None:
+        """Free the full parameters, whose values the store has."""
+        self._transition(UnitState.SHARDED)
+        self._mark_sharded()
+        if self._has_storage and has_more_uses(self.storage_id, self.expected_uses):
+            self._leave_storage()
+        self._set_allocated(False)
 
     def discard_unsharded(self, *, for_keeping: bool = False) -> None:
         """Free the full parameters without writing back edits: the shard has the valid values.
@@ -324,16 +366,9 @@ class Unit:
         if self.resident or not self.is_allocated:
             return
         self.wait_for_unshard()
-        self._free_unsharded()
+        self.free_unsharded()
         if for_keeping:
             self._left = None
-
-    def _free_unsharded(self) -> None:
-        self._transition(UnitState.SHARDED)
-        self._mark_sharded()
-        if self._has_storage and has_more_uses(self.storage_id, self.expected_uses):
-            self._leave_storage()
-        self._set_allocated(False)
 
     def _set_allocated(self, allocated: bool) -> None:
         """Give ``full_N`` memory, with undefined contents, or free it. See ``memory/storage.py``."""

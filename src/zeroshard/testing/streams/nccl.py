@@ -169,20 +169,36 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
 
     def all_gather_single(self, full: Tensor, shard: Tensor, *opts: Any) -> _Work:
         """Every rank's shard, one after the other."""
-        with self._moving_values():
-            full.detach().view(self._size, -1).copy_(self._rows(shard).clone())
-        return self._run("all-gather", [shard], [full], self._options(opts))
+        return self.all_gather_single_coalesced([full], [shard], *opts)
 
     def reduce_scatter_single(self, shard: Tensor, full: Tensor, *opts: Any) -> _Work:
         """This rank's part of the reduction over ranks."""
+        return self.reduce_scatter_single_coalesced([shard], [full], *opts)
+
+    def all_gather_single_coalesced(
+        self, fulls: list[Tensor], shards: list[Tensor], *opts: Any
+    ) -> _Work:
+        """All-gathers as one launch: it waits for the current stream once, and has one end."""
+        with self._moving_values():
+            for full, shard in zip(fulls, shards, strict=True):
+                full.detach().view(self._size, -1).copy_(self._rows(shard).clone())
+        return self._run("all-gather", shards, fulls, self._options(opts))
+
+    def reduce_scatter_single_coalesced(
+        self, shards: list[Tensor], fulls: list[Tensor], *opts: Any
+    ) -> _Work:
+        """Reduce-scatters as one launch."""
         options = self._options(opts)
         with self._moving_values():
-            parts = self._rows(full).view(self._size, self._size, -1)[:, self._rank]
-            shard.detach().view(-1).copy_(reduced(parts, self._op(options)))
-        return self._run("reduce-scatter", [full], [shard], options)
+            for shard, full in zip(shards, fulls, strict=True):
+                parts = self._rows(full).view(self._size, self._size, -1)[:, self._rank]
+                shard.detach().view(-1).copy_(reduced(parts, self._op(options)))
+        return self._run("reduce-scatter", fulls, shards, options)
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def broadcast(self, tensors: list[Tensor], *opts: Any) -> _Work:
         """The values of the source."""

@@ -1,0 +1,74 @@
+"""Units of one block that are gathered by one launch, and freed together.
+
+Each large matrix of a block is a unit, so that its gradient needs no copy (``engine/unit_plan.py``).
+Launches one by one would take longer: NCCL needs some ten microseconds of host time for each, and short
+messages do not fill a link.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from zeroshard.comm.collectives import ProcessGroupComm, joining
+from zeroshard.core.tiers import Tier
+from zeroshard.offload.shard_store import MemoryShardStore
+from zeroshard.zero.unit import Unit
+
+
+class UnitGroup:
+    """Units that share a communicator, whose shards are in the memory of the device."""
+
+    def __init__(self, units: Sequence[Unit], comm: ProcessGroupComm) -> None:
+        self.name = units[0].group
+        self.units = tuple(units)
+        self._comm = comm
+
+    def unshard(self) -> None:
+        """Start the all-gather of all units that are sharded, as one launch.
+
+        Raises as :meth:`Unit.unshard` does; units that were sharded before are so after an error too.
+        """
+        opened: list[Unit] = []
+        try:
+            for unit in self.units:
+                if not unit.is_allocated and unit.open_gather():
+                    opened.append(unit)
+        except BaseException:
+            for unit in opened:
+                unit.cancel_gather()
+            raise
+        if not opened:
+            return
+        for unit in opened:
+            unit.begin_gather()
+        handle = self._comm.joint_all_gather(
+            [unit.full_N for unit in opened],
+            [unit.store.shard_S for unit in opened],
+            name=self.name,
+        )
+        for unit in opened:
+            unit.note_gather(handle)
+
+    def reshard(self) -> None:
+        """Write back edits by one copy, and free the full parameters of all units that are not pinned."""
+        leaving = [unit for unit in self.units if unit.can_reshard()]
+        if not leaving:
+            return
+        parts = [unit.own_part() for unit in leaving]
+        torch._foreach_copy_([unit.store.shard_S for unit in leaving], parts)
+        for unit in leaving:
+            unit.free_unsharded()
+
+
+def groups_of(units: Iterable[Unit]) -> list[UnitGroup]:
+    """The groups among these units. The others are gathered one by one."""
+    members: dict[tuple[str, ProcessGroupComm], list[Unit]] = defaultdict(list)
+    for unit in units:
+        comm = joining(unit.comm)
+        in_memory = type(unit.store) is MemoryShardStore and unit.store.tier is Tier.DEVICE
+        if unit.group and in_memory and comm is not None:
+            members[unit.group, comm].append(unit)
+    return [UnitGroup(found, comm) for (_, comm), found in members.items() if len(found) > 1]

@@ -1,0 +1,118 @@
+"""Blocks whose matrices are units of one group: one launch in each direction, no copied gradient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+from scenarios import Run, Scenario, cuda, in_child, prepare
+from stepwise import report
+
+from zeroshard.comm.collectives import JointHandle
+from zeroshard.testing import on_ranks
+from zeroshard.zero.gradients import GradBuffer
+from zeroshard.zero.unit import UnitState
+
+RANKS = 4
+SIZES = {"block_max_numel": 2000, "unit_max_numel": 600}
+BLOCKS = ("1", "2")
+
+
+def opened(watch, stage: int = 3):
+    run = Run(Scenario(stage, "none", "whole_blocks", RANKS), "cuda", watch)
+    return run, run.open(**SIZES)
+
+
+def launches(trained) -> Counter[tuple[str, str]]:
+    """How often each collective was started so far, by kind and name."""
+    found: Counter[tuple[str, str]] = Counter()
+    for recorder in {comm.recorder for comm in trained._watch.comms}:
+        for op in ("all_gather", "reduce_scatter"):
+            for name, entry in recorder.entries(op).items():
+                found[op, name] += entry.calls
+    return found
+
+
+def step_of(stage: int) -> tuple[Counter[tuple[str, str]], list[str], str]:
+    """What the second step starts, the units whose gradient is not copied in it, and the findings."""
+    adopted = []
+    with cuda(RANKS) as watch:
+        run, trained = opened(watch, stage)
+        run.step(trained)
+        before, usual = launches(trained), GradBuffer.adopt
+
+        def adopt(buffer, grad):
+            adopted.append(buffer.unit.name)
+            usual(buffer, grad)
+
+        with mock.patch.object(GradBuffer, "adopt", adopt):
+            run.step(trained)
+        made = launches(trained) - before
+        trained.close()
+        return made, adopted, report(watch)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(1, group=False)
+def test_a_block_is_one_launch_in_each_direction_and_its_matrices_are_not_copied(stage):
+    prepare()
+    made, adopted, found = in_child(lambda: step_of(stage))
+    assert not found
+    assert all(made["reduce_scatter", name] == 1 for name in BLOCKS)
+    assert {"1.up", "1.down", "2.up", "2.down"} <= {*adopted}
+    if stage == 3:
+        assert made["all_gather", "1"] == 2  # for forward and for backward
+        assert made["all_gather", "2"] in (1, 2)  # the last one may stay for backward
+        assert not any(name.startswith(("1.", "2.")) for _, name in made)
+
+
+def without_memory() -> tuple[set[UnitState], list[bool], str]:
+    """The units of a block after one of them got no memory, and the findings after another step."""
+    with cuda(RANKS) as watch:
+        run, trained = opened(watch)
+        run.step(trained)
+        (group,) = trained._hooks.prefetcher.wrapped_modules[1].groups
+        failing = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
+        with mock.patch.object(group.units[-1].store, "open_gather", failing):
+            with pytest.raises(torch.OutOfMemoryError):
+                trained(run.batch())
+        after = {unit.state for unit in group.units}, [unit.is_allocated for unit in group.units]
+        run.step(trained)
+        trained.close()
+        return *after, report(watch)
+
+
+@on_ranks(1, group=False)
+def test_without_memory_for_all_of_a_block_none_of_it_is_gathered():
+    prepare()
+    states, allocated, found = in_child(without_memory)
+    assert states == {UnitState.SHARDED}
+    assert not any(allocated)
+    assert not found
+
+
+def test_everyone_who_waits_for_a_launch_that_failed_hears_of_it():
+    class Failing:
+        def wait(self):
+            raise ConnectionError("lost")
+
+    handle = JointHandle(Failing())
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            handle.wait()
+
+
+def test_a_wait_is_made_once():
+    class Counted:
+        waits = 0
+
+        def wait(self):
+            self.waits += 1
+
+    counted = Counted()
+    handle = JointHandle(counted)
+    handle.wait()
+    handle.wait()
+    assert counted.waits == 1
