@@ -94,11 +94,32 @@ MUTATIONS = [
         "tests/accounting/test_traffic.py::test_an_embedding_is_not_gathered_for_backward",
     ),
     Mutation(
-        "prefetch-beyond-the-live-limit",
+        "prefetch-without-room",
         "zero/prefetch.py",
-        "if self._is_limited and self.live() >= self.live_numel:",
-        "if self._is_limited and self.live() > self.live_numel:",
-        "tests/ranks/test_prefetch.py::test_at_the_limit_nothing_is_prefetched",
+        "        if not self.live_numel:\n            return\n",
+        "",
+        "tests/ranks/test_prefetch.py::test_without_room_nothing_is_prefetched",
+    ),
+    Mutation(
+        "failed-launch-is-forgotten",  # then others of the block read values that never came
+        "comm/collectives.py",
+        "            self._error = error\n            raise\n",
+        "            raise\n",
+        "tests/streams/test_whole_blocks.py::test_everyone_who_waits_for_a_launch_that_failed_hears_of_it",
+    ),
+    Mutation(
+        "block-loses-edits",
+        "zero/unit_group.py",
+        "        torch._foreach_copy_([unit.store.shard_S for unit in leaving], parts)\n",
+        "",
+        "tests/streams/test_whole_blocks.py::test_what_a_forward_writes_into_a_block_stays",
+    ),
+    Mutation(
+        "block-is-half-gathered",  # after an error the units that had memory keep it
+        "zero/unit_group.py",
+        "                unit.cancel_gather()\n",
+        "                pass\n",
+        "tests/streams/test_whole_blocks.py::test_without_memory_for_all_of_a_block_none_of_it_is_gathered",
     ),
     Mutation(
         "resident-units-cannot-be-offloaded",  # stages 0 to 2 only

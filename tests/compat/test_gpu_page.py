@@ -39,8 +39,8 @@ def test_each_key_of_the_table_exists_and_has_the_default_that_is_given() -> Non
         for key, default in zip(re.findall(r"`(.+?)`", keys), defaults.split(", "), strict=True)
     }
     config = loaded({"train_micro_batch_size_per_gpu": 1})
-    words = {"on": True, "null": None}
-    assert len(given) == 7
+    words = {"on": True, "null": None, "auto": "auto"}
+    assert len(given) == 8
     for key, default in given.items():
         wanted = words[default] if default in words else int(float(default))
         assert value_of(config, key) == wanted, key

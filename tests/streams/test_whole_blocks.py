@@ -7,11 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-from scenarios import Run, Scenario, cuda, in_child, prepare
+from scenarios import Block, Run, Scenario, cuda, in_child, prepare
 from stepwise import report
+from torch import nn
 
 from zeroshard.comm.collectives import JointHandle
 from zeroshard.testing import on_ranks
+from zeroshard.zero import GatheredParameters
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.unit import UnitState
 
@@ -90,6 +92,45 @@ def test_without_memory_for_all_of_a_block_none_of_it_is_gathered():
     states, allocated, found = in_child(without_memory)
     assert states == {UnitState.SHARDED}
     assert not any(allocated)
+    assert not found
+
+
+class Halving(Block):
+    """A block that halves its matrices in forward."""
+
+    def forward(self, x_BD):
+        with torch.no_grad():
+            self.up.weight.mul_(0.5)
+            self.down.weight.mul_(0.5)
+        return super().forward(x_BD)
+
+
+def halved() -> tuple[list[float], list[float], str]:
+    """The largest values of the matrices of a block before a forward and after it, and the findings."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Halving(), Halving())
+    with cuda(RANKS) as watch:
+        run = Run(Scenario(3, "none", "whole_blocks", RANKS), "cuda", watch)
+        trained = run.open(net, **SIZES)
+        matrices = [net[0].up.weight, net[0].down.weight]
+
+        def largest() -> list[float]:
+            with GatheredParameters(matrices):
+                return [float(matrix.detach().cpu().abs().max()) for matrix in matrices]
+
+        before = largest()
+        with torch.no_grad():
+            trained(run.batch())
+        after = largest()
+        trained.close()
+        return before, after, report(watch)
+
+
+@on_ranks(1, group=False)
+def test_what_a_forward_writes_into_a_block_stays():
+    prepare()
+    before, after, found = in_child(halved)
+    assert after == [value / 2 for value in before]
     assert not found
 
 

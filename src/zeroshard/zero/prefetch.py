@@ -130,8 +130,8 @@ class Prefetcher:
     ``live_numel``: with so many full elements, without those that stay full from forward to backward,
     only the next module is gathered (0: nothing); and the limit of those that stay
     (``stage3_max_live_parameters``). ``reuse_numel``: a module stays full after its forward if at most
-    this many elements are used between it and its backward (``stage3_max_reuse_distance``). None: only the
-    last module of forward stays full, because it would else be gathered twice in a row. 0: none.
+    this many elements are used between it and its backward (``stage3_max_reuse_distance``). None: only
+    the last module of forward stays full, because it would else be gathered twice in a row. 0: none.
     """
 
     def __init__(
