@@ -207,14 +207,17 @@ class Prefetcher:
         return id(wrapped) in self._kept
 
     def _worth_keeping(self, order: Sequence[WrappedModule]) -> Iterator[WrappedModule]:
-        """Modules that backward needs soon, last of forward first, as far as the memory limit allows."""
+        """Modules that backward needs soon, last of forward first, as far as the memory limit allows.
+
+        The last one is full when backward begins with it, so its memory is no more than without this.
+        """
+        if self.reuse_numel == 0:
+            return
         live, distance = self.root.numel, 0
         for wrapped in reversed(order):
             live += wrapped.numel
-            if self.reuse_numel is None:
-                if distance:
-                    return
-            elif live > self.live_numel or distance > self.reuse_numel or not self.reuse_numel:
+            too_many = live > self.live_numel or distance > (self.reuse_numel or 0)
+            if distance and too_many:
                 return
             yield wrapped
             distance += 2 * wrapped.numel
