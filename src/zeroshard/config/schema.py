@@ -340,8 +340,8 @@ class Config(Section):
     )
     unit_max_numel: Count = honour(
         64 * 2**20,
-        "Units with more elements are split. On an accelerator, matrices of a block with a sixteenth as "
-        "many elements are units of their own, and all units of a block are sent together.",
+        "Units with more elements are split. Where a larger block is gathered whole, each of its "
+        "matrices is a unit, and all of them are sent together.",
     )
     unit_min_numel: Natural = honour(256 * 2**10, "Units with fewer elements are merged.")
     conditional_modules: Texts = honour(

@@ -591,7 +591,7 @@ def _build_prefetcher(model: nn.Module, units: Sequence[Unit], frame: _Frame) ->
 
 
 def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
-    zero, stage = frame.config.zero_optimization, frame.stage
+    zero, stage, device = frame.config.zero_optimization, frame.stage, frame.draft.device
     unit_of = {unit.name: unit for unit in units}
     nbytes_of = {spec.name: row for spec, row in zip(frame.draft.specs, frame.plan, strict=True)}
     buffers = [
@@ -604,6 +604,8 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
                 spec.name, nbytes_of[spec.name].stored_grad_nbytes * spec.layout.shard_numel
             ),
             pipeline_stage=spec.pipeline_stage,
+            # On a device one copy of all gradients costs less than several, and the room is there.
+            group_numel=frame.config.unit_max_numel if has_copy_streams(device) else None,
         )
         for spec in _in_order(frame.draft.specs)
         if spec.trainable

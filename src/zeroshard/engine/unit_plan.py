@@ -5,15 +5,14 @@ them after it. By default, repeated blocks (transformer layers) and large single
 wrapped. The remaining parameters belong to the root. Then the parameters of each wrapped module become
 units, one for each combination of dtype and trainability.
 
-On an accelerator a large block is wrapped whole, and each large matrix of a block is a unit. So one
-launch gathers the block, and the gradient of a matrix, which has memory of its own, is reduced without a
-copy.
+On an accelerator a large block is wrapped whole, and each of its matrices is a unit. So one launch
+gathers the block, and the gradient of a matrix, which has memory of its own, is reduced without a copy.
+Below ``unit_max_numel`` a unit more costs more time of the host than that copy costs the device.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,12 +36,6 @@ from zeroshard.zero.materialize import check_meta
 GATHERED_AS_ONE = "_gathered_as_one"
 """Attribute of a module that is never cut into units, like ``leaf_module`` in the configuration."""
 
-
-OWN_PART = 16
-"""On an accelerator, a matrix of at least this part of ``unit_max_numel`` elements is a unit of its own.
-
-Below 4 Mi elements a unit more costs more time of the host than the copy of its gradient on the device.
-"""
 
 ROOT = "root"
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -142,7 +135,8 @@ def plan_units(
             num_shards=shards,
             whole=whole,
             blocks=blocks,
-            own_numel=config.unit_max_numel / OWN_PART if is_split else math.inf,
+            own_numel=config.unit_min_numel if is_split else None,
+            max_numel=config.unit_max_numel,
         )
 
     if isinstance(model, PipelineModel):
@@ -234,9 +228,11 @@ def _unit_specs(
     num_shards: int,
     whole: bool,
     blocks: Mapping[str, SlotBlock],
-    own_numel: float,
+    own_numel: int | None,
+    max_numel: int,
 ) -> list[UnitSpec]:
-    """``own_numel``: matrices of at least so many elements are units of their own."""
+    """``own_numel``: matrices of at least so many elements are units of their own if those of one kind
+    have more than ``max_numel`` elements in all; None: none are."""
     kinds: dict[tuple[bool, DtypeRow], list[str]] = defaultdict(list)
     for fqn in wrapped.params:
         param = params[fqn]
@@ -255,7 +251,8 @@ def _unit_specs(
         shapes = {fqn: local_of(params[fqn]).shape for fqn in fqns}
         parts = {wrapped.name: fqns}
         is_whole = whole and trainable  # a matrix alone would be padded to the others' shards
-        if not is_whole:
+        numel = sum(shape.numel() for shape in shapes.values())
+        if own_numel is not None and not is_whole and numel > max_numel:
             parts = _parts_of(wrapped.name, shapes, own_numel)
         group = ":".join([wrapped.name, *tags]) if len(parts) > 1 else ""
         for part, held in parts.items():
@@ -270,9 +267,7 @@ def _unit_specs(
     return specs
 
 
-def _parts_of(
-    name: str, shapes: Mapping[str, torch.Size], own_numel: float
-) -> dict[str, list[str]]:
+def _parts_of(name: str, shapes: Mapping[str, torch.Size], own_numel: int) -> dict[str, list[str]]:
     """The parameters of a block by the name of their unit: large matrices alone, the rest together.
 
     A matrix has the name of its module, unless that is the name of another unit.

@@ -82,6 +82,7 @@ class GradBuffer:
     the local sum is freed by its reduction (stages 2 and 3). ``rest``: the gradient store; None keeps the
     reduced gradient here. ``pipeline_stage``: the stage that has the unit. None: it is tied over several
     stages, so backwards of all of them add to ``grads_N``, which is reduced at the end of the step.
+    ``group_numel``: instead of :data:`GROUP_NUMEL`.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class GradBuffer:
         transient: bool,
         rest: GradStore | None = None,
         pipeline_stage: int | None = 0,
+        group_numel: int | None = None,
     ) -> None:
         self.unit = unit
+        self._group_numel = GROUP_NUMEL if group_numel is None else group_numel
         self.pipeline_stage = pipeline_stage
         self.comm = comm
         self.ledger = ledger
@@ -351,7 +354,7 @@ class GradBuffer:
             self._waiting_numel += self._numels[index]
         self.num_ready += 1
         is_last = self.num_ready == self._num_params
-        if is_last or self._waiting_numel > GROUP_NUMEL:
+        if is_last or self._waiting_numel > self._group_numel:
             self.copy_waiting()
         return is_last
 
