@@ -88,10 +88,12 @@ def gpt2_xl(samples: int) -> tuple[Build, Inputs]:
 LLAMA: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
            "tie_word_embeddings": True},
+    "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
+           "num_key_value_heads": 32, "vocab_size": 32000},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
 })  # fmt: skip
-"""Sizes of Llama 3.1 and 3.2."""
+"""Sizes of Llama 2, 3.1 and 3.2, where they differ from those of :func:`llama`."""
 
 
 def llama_8b(samples: int, *, checkpointed: bool, layers: int = 32) -> tuple[Build, Inputs]:
@@ -103,11 +105,9 @@ def llama(
     samples: int, tokens: int, *, size: str, layers: int, checkpointed: bool = False
 ) -> tuple[Build, Inputs]:
     """A Llama of a size of :data:`LLAMA`."""
-    config = _config(
-        "llama",
-        vocab_size=128256, num_hidden_layers=layers, num_key_value_heads=8,
-        max_position_embeddings=131072, use_cache=False, dtype="bfloat16", **LLAMA[size],
-    )  # fmt: skip
+    common = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+    sizes = {**common, **LLAMA[size], "num_hidden_layers": layers}
+    config = _config("llama", use_cache=False, dtype="bfloat16", **sizes)
 
     def build() -> nn.Module:
         model: Any = transformers.LlamaForCausalLM(config)
