@@ -532,7 +532,7 @@ PROGRAMS = {
     for program in (
         plain, accumulation, evaluation, edits, gradients, two_backwards, offload_states,
         offload_states_on_side_stream, background_save, side_stream, stream_per_step,
-        close_after_step, exception_in_backward,
+        close_after_step, exception_in_backward, whole_blocks,
     )
 }  # fmt: skip
 SPECIAL = {
