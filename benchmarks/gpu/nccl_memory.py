@@ -1,7 +1,7 @@
 """Measures the memory that a communicator takes, and tries what NCCL does with registered memory.
 
 Nothing of ZeroShard uses registered memory: ``docs/gpu.md`` says why. A way that this machine does not
-know is a fact, not an error. Each way is tried on new processes, because a registration can hang.
+know is a fact, not an error. A way that hangs loses only those after it.
 """
 
 from __future__ import annotations
