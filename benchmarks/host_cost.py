@@ -19,7 +19,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from statistics import median
@@ -69,18 +69,28 @@ class Tower(nn.Module):
         return (x.float() - y.float()).square().mean()
 
 
+def _nothing() -> None:
+    """A CPU has done its work when a call returns."""
+
+
 @dataclass
 class Turns:
-    """The measured steps of one system. ``seconds``: CPU time of each step, by phase."""
+    """The measured steps of one system. ``seconds``: of ``clock`` for each step, by phase.
+
+    ``settle``: waits for a device, before steps that are timed.
+    """
 
     trainer: Trainer
     x: Tensor
     y: Tensor
+    clock: Callable[[], float] = time.process_time
+    settle: Callable[[], None] = _nothing
     seconds: dict[str, list[float]] = field(default_factory=lambda: {p: [] for p in PHASES})
 
     def take(self, steps: int, *, timed: bool = True) -> None:
         """Train ``steps`` steps."""
-        clock = time.process_time
+        clock = self.clock
+        self.settle()
         for _ in range(steps):
             begin = clock()
             loss = self.trainer.forward(self.x, self.y)
@@ -121,15 +131,29 @@ def systems() -> dict[str, Callable[[nn.Module], Trainer]]:
 
 
 def measure(
-    names: Sequence[str], *, depth: int, width: int, warm_up: int, rounds: int, burst: int
+    names: Sequence[str],
+    *,
+    depth: int,
+    width: int,
+    warm_up: int,
+    rounds: int,
+    burst: int,
+    builders: Mapping[str, Callable[[nn.Module], Trainer]] | None = None,
+    device: str = "cpu",
+    clock: Callable[[], float] = time.process_time,
+    settle: Callable[[], None] = _nothing,
 ) -> dict[str, dict[str, float]]:
-    """Median microseconds per block and step of each line, by phase. Needs a process group."""
+    """Median microseconds per block and step of each line, by phase. Needs a process group.
+
+    ``builders``: of the lines, by default :func:`systems`. ``clock``, ``settle``: see :class:`Turns`.
+    """
     turns = {}
-    builders = systems()
+    builders = systems() if builders is None else builders
     for name in names:
         torch.manual_seed(0)
-        x, y = torch.randn(2, 4, width).bfloat16()
-        turns[name] = Turns(builders[name](Tower(depth, width)), x, y)
+        x, y = torch.randn(2, 4, width).bfloat16().to(device)
+        model = Tower(depth, width).to(device)
+        turns[name] = Turns(builders[name](model), x, y, clock, settle)
         turns[name].take(warm_up, timed=False)
     for _, name in alternating(list(turns), rounds):
         turns[name].take(1, timed=False)  # the caches are those of another system

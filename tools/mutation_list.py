@@ -292,6 +292,20 @@ MUTATIONS = [
         "tests/streams/test_two_hop_streams.py::test_the_hops_are_ordered_and_the_host_does_not_wait",
     ),
     Mutation(
+        "flag-of-an-aborted-step",  # after a lost rank on a device only
+        "device/ops.py",
+        "        self._check()\n        return bool(self._flag)",
+        "        return bool(self._flag)",
+        "tests/streams/test_lost_ranks.py::test_a_number_of_an_aborted_step_is_the_diagnosis",
+    ),
+    Mutation(
+        "update-with-an-aborted-gradient",  # after a lost rank on a device only
+        "device/copy_streams.py",
+        "check = self._ops.raise_if_aborted",
+        "check = _nothing",
+        "tests/streams/test_lost_ranks.py::test_the_host_does_not_update_with_an_aborted_gradient",
+    ),
+    Mutation(
         "texts-measured-in-characters",
         "comm/agreement.py",
         "{len(text.encode())}",

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -27,42 +28,82 @@ NO_CLIPPING = {"gradient_clipping": 0.0}
 """Ranks add the squares of a norm in another order than one process. Without clipping all bits agree."""
 
 
+Facts = Iterator[tuple[str, Any]]
+"""What a rank finds out, by name. Each is told at once: a rank that hangs loses only the rest."""
+
+SILENT_S = 30.0
+"""A rank that tells nothing for this time hangs."""
+
+
 def ranks(job: Job, *, ranks: int, backend: str) -> dict[str, Any]:
     """Run all cases on ``ranks`` new processes. By case "" if it holds, else what the ranks found."""
-    if job.pretended:
-        return {"checks": on_rank(replace(job, extra=NO_CLIPPING), 0, 1)}
-    start = get_context("fork")  # CUDA is not initialized yet
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(ranks):
-            ours, theirs = start.Pipe(duplex=False)
-            given = (theirs, replace(job, extra=NO_CLIPPING), rank, ranks, backend, folder)
-            processes.append(start.Process(target=_child, args=given, daemon=True))
-            processes[-1].start()
-            theirs.close()
-            pipes.append(ours)
-        answers = [_answer(pipe) for pipe in pipes]
-        for process in processes:
-            process.join(10)
+    job = replace(job, extra=NO_CLIPPING)
+    answers = [dict(on_rank(job, 0, 1))] if job.pretended else on_processes(
+        on_rank, job, ranks=ranks, backend=backend
+    )  # fmt: skip
     names = dict.fromkeys(name for answer in answers for name in answer)
     return {
         "checks": {name: _joined([a.get(name, "no answer") for a in answers]) for name in names}
     }
 
 
-def _answer(pipe: Connection) -> dict[str, str]:
-    try:
-        found: dict[str, str] = pipe.recv()
-    except EOFError:
-        return {"joins": "its process died"}
-    return found
+def on_processes(
+    work: Callable[[Job, int, int], Facts], job: Job, *, ranks: int, backend: str
+) -> list[dict[str, Any]]:
+    """What ``work(job, rank, ranks)`` tells on each of ``ranks`` new processes, joined over ``backend``.
+
+    "joins" tells why a process could not join or did not end.
+    """
+    start = get_context("fork")  # CUDA is not initialized yet
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(ranks):
+            ours, theirs = start.Pipe(duplex=False)
+            given = (theirs, work, job, rank, ranks, backend, folder)
+            processes.append(start.Process(target=_child, args=given, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        try:
+            return [_answer(pipe) for pipe in pipes]
+        finally:
+            for process in processes:
+                process.join(3)
+                process.kill()
+
+
+_ENDED = ("", None)
+
+
+def _answer(pipe: Connection) -> dict[str, Any]:
+    found: dict[str, Any] = {"joins": ""}
+    until_s = time.monotonic() + SILENT_S
+    while pipe.poll(max(0.0, until_s - time.monotonic())):
+        try:
+            name, fact = pipe.recv()
+        except EOFError:
+            return {**found, "joins": "its process died"}
+        if (name, fact) == _ENDED:
+            return found
+        found[name] = fact
+        until_s = time.monotonic() + SILENT_S
+    last = list(found)[-1]
+    return {**found, "joins": f"hangs after {last!r}: nothing in {SILENT_S:.0f} s"}
 
 
 def _joined(texts: list[str]) -> str:
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
-def _child(pipe: Connection, job: Job, rank: int, ranks: int, backend: str, folder: str) -> None:
+def _child(
+    pipe: Connection,
+    work: Callable[[Job, int, int], Facts],
+    job: Job,
+    rank: int,
+    ranks: int,
+    backend: str,
+    folder: str,
+) -> None:
     os.environ |= environment(rank, ranks)
     try:
         if job.device == "cuda":
@@ -70,12 +111,13 @@ def _child(pipe: Connection, job: Job, rank: int, ranks: int, backend: str, fold
         dist.init_process_group(
             backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks
         )
-        found = on_rank(job, rank, ranks)
+        for fact in work(job, rank, ranks):
+            pipe.send(fact)
         dist.destroy_process_group()
     except Exception as error:
         traceback.print_exc()
-        found = {"joins": f"{type(error).__name__}: {error}"}
-    pipe.send(found)
+        pipe.send(("joins", f"{type(error).__name__}: {error}"))
+    pipe.send(_ENDED)
 
 
 def environment(rank: int, ranks: int) -> dict[str, str]:
@@ -98,20 +140,19 @@ def environment(rank: int, ranks: int) -> dict[str, str]:
     }
 
 
-def on_rank(job: Job, rank: int, ranks: int) -> dict[str, str]:
+def on_rank(job: Job, rank: int, ranks: int) -> Facts:
     """All cases on one rank, also after one that failed on all ranks."""
-    found = {"joins": ""}
+    yield "joins", ""
     with same_bits_each_time(job):
         wanted = plain_on_all(job, rank, ranks)
         for stage in range(4):
             name = f"stage {stage} = plain loop over the batches of all ranks"
-            found[name] = _case(_equal, wanted, replace(job, stage=stage), rank, ranks)
+            yield name, _case(_equal, wanted, replace(job, stage=stage), rank, ranks)
         for stage, params in ((2, False), (3, False), (3, True)):
             more = " and parameters" if params else ""
             case = replace(job, stage=stage, offload="cpu", offloads_params=params)
             name = f"stage {stage} with state{more} in host memory"
-            found[name] = _case(_close, wanted, case, rank, ranks)
-    return found
+            yield name, _case(_close, wanted, case, rank, ranks)
 
 
 def _case(check: Callable[..., str], *given: Any) -> str:

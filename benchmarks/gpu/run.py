@@ -1,12 +1,12 @@
 """Checks ZeroShard on one GPU and measures it beside other libraries.
 
-    python benchmarks/gpu/run.py                         # checks first, then measurements, in ten minutes
-    python benchmarks/gpu/run.py --part 2                # the next ten minutes; --list names the parts
+    python benchmarks/gpu/run.py --part 1                # nine minutes: checks; then --part 2, --part 3
     python benchmarks/gpu/run.py --only offload --minutes 20
+    python benchmarks/gpu/run.py --merge a.json b.json --out all.json
     python benchmarks/gpu/run.py --rehearse              # tiny models on a CPU, to test the program
 
 Every turn of every system is a process of its own (``worker.py``). Prints tables and writes
-``benchmarks/results/<date>-gpu.json`` after each turn. See README.md in this folder.
+``benchmarks/results/<date>-gpu-part-1.json`` after each turn. See README.md in this folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import steps
 import wheels
-from results import Results
+from results import Results, merged, write
 from turns import Bench
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,46 +38,79 @@ def arguments() -> argparse.Namespace:
         "--only", nargs="+", choices=list(steps.STEPS), metavar="STEP", help="some of the steps"
     )
     chosen.add_argument("--part", type=int, help="the steps of one part, counted from 1")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for everything together")
+    chosen.add_argument("--merge", nargs="+", type=Path, metavar="FILE",
+                        help="only join these files of results in --out")  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=steps.PART_S / 60,
+                        help="for everything together; default: %(default)g")  # fmt: skip
     parser.add_argument("--rehearse", nargs="?", choices=["cpu", "pretended"], const="cpu",
                         default="", help="tiny models without a GPU; not written")  # fmt: skip
     parser.add_argument("--systems", nargs="+", default=(), help='as plain "ZeroShard stage 3"')
     parser.add_argument("--wheels", type=Path, help="install these first: see wheels.py")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "zeroshard-gpu"),
                         help="for compiled extensions and for state on disk")  # fmt: skip
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<date>-gpu.json")
+    parser.add_argument(
+        "--out", type=Path, help="default: benchmarks/results/<date>-gpu[-part-<number>].json"
+    )
     return parser.parse_args()
 
 
 def main() -> int:
     """Parse the arguments, check, measure, print and write. Returns the exit code."""
     given = arguments()
+    if given.part is not None and given.part not in steps.PARTS:
+        print(f"--part {given.part}: there are parts 1 to {len(steps.PARTS)}.", file=sys.stderr)
+        return 2
+    if given.list:
+        listing()
+        return 0
+    if given.merge:
+        return merge(given.merge, given.out)
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.wheels:
         wheels.activate(given.wheels, given.folder / "packages")
-    names = [name for name, step in steps.STEPS.items() if step.by_default]
-    parts = dict(enumerate(steps.parts(names, 60 * given.minutes), 1))
-    if given.part is not None and given.part not in parts:
-        print(f"--part {given.part}: there are parts 1 to {len(parts)}.", file=sys.stderr)
+    if absent := wheels.absent():
+        print(wheels.how_to_get(absent), file=sys.stderr)
         return 2
-    chosen = parts[given.part] if given.part is not None else given.only or names
-    if given.list:
-        listing(parts)
-        return 0
     if not given.rehearse and not has_cuda():
         print("benchmarks/gpu needs a CUDA GPU, and PyTorch finds none here; nothing was measured.",
               file=sys.stderr)  # fmt: skip
         return 2
+    names = [name for name, step in steps.STEPS.items() if step.by_default]
+    chosen = names if given.part is None else steps.PARTS[given.part]
     # Always with the first step: results need versions and hardware.
-    return measure(given, [name for name in steps.STEPS if name in ("import", *chosen)])
+    wanted = {"import", *(given.only or chosen)}
+    return measure(given, [name for name in steps.STEPS if name in wanted])
 
 
-def listing(parts: dict[int, list[str]]) -> None:
+def merge(paths: list[Path], out: Path | None) -> int:
+    """Write the steps of several files of results into one. Returns the exit code: 2 if it cannot."""
+    if out is None:
+        print("--merge needs --out: the file to write.", file=sys.stderr)
+        return 2
+    try:
+        content, source = merged(paths)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    write(out, content)
+    for name, path in source.items():
+        step = content["steps"][name]
+        errors = sum("error" in row for row in step["rows"])
+        wrong = len(steps.failed(step["rows"]))
+        gpu = step["machine"].get("gpu", "no GPU")
+        print(f"{name:<12}{len(step['rows']):>4} rows, {errors} errors, {wrong} checks do not hold; "
+              f"{gpu}, {path.name}")  # fmt: skip
+    for name, turns in content["unfinished"].items():
+        print(f"{name:<12}{len(turns):>4} turns of a step that did not end")
+    return 0
+
+
+def listing() -> None:
     """Print the steps with their seconds on one H100, and the parts."""
     for name, step in steps.STEPS.items():
         note = "" if step.by_default else "; only with --only"
-        print(f"{name:<10}{step.seconds:>5.0f} s  {step.title}{note}")
-    for number, part in parts.items():
+        print(f"{name:<12}{step.seconds:>5.0f} s  {step.title}{note}")
+    for number, part in steps.PARTS.items():
         print(f"--part {number}:  {' '.join(part)}")
 
 
@@ -93,7 +126,8 @@ def measure(given: argparse.Namespace, chosen: list[str]) -> int:
     import tables  # needs a package
 
     console = tables.make_console()
-    path = given.out or RESULTS / f"{datetime.date.today().isoformat()}-gpu.json"
+    part = "" if given.part is None else f"-part-{given.part}"
+    path = given.out or RESULTS / f"{datetime.date.today().isoformat()}-gpu{part}.json"
     results = Results(None if given.rehearse else path)
     bench = Bench(
         given.folder, given.rehearse, given.systems, given.folder if given.rehearse else path.parent,

@@ -57,6 +57,7 @@ SHAPES = {
     "14B": Shape(44, 5120, 40),
     "16B": Shape(50, 5120, 40),
     "18B": Shape(56, 5120, 40),
+    "8B-units": Shape(6, 4096, 32, vocabulary=128256),  # matrices as large as those of an 8B model
 }
 
 PEAK_TFLOPS = {"H200 NVL": 835.0, "H100 NVL": 835.0, "H100 PCIe": 756.0} | dict.fromkeys(

@@ -1,7 +1,7 @@
 """The steps of the GPU benchmark: checks first, then measurements.
 
-A step is a function of the :class:`turns.Bench` that returns rows. Every step fits into ten minutes on
-one H100; ``seconds`` is about what it needs there.
+A step is a function of the :class:`turns.Bench` that returns rows. ``seconds`` is about what it needs on
+one H100. The steps of a part fit into nine minutes together.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # modules that CPU and GPU benc
 
 from comparability import Row, distance, statistics
 from interleaving import alternating
+from measurements import host_rates, memory_of_nccl, unit_costs, unused_memory
 from planned import compare
 from room import ratio_for, refusal
 from shapes import SHAPES, mfu, peak_tflops
@@ -335,34 +336,36 @@ STEPS: dict[str, Step] = {
     "nccl": Step("Collectives of NCCL with one rank", 60, check_one_rank),
     "two-ranks": Step("Two ranks on one GPU", 150, check_two_ranks),
     "update": Step("The update in one pass", 50, check_update),
-    "sanitizer": Step("Stream order, under PyTorch's sanitizer", 150, check_streams),
     "waits": Step("Waits for the GPU and driver calls of a step", 130, waits),
     "speed": Step("1.5 B and 3 B, 2 K tokens, everything on the GPU", 370, speed),
     "trace": Step("Traces of a step at stage 3 and with offload", 40, traces),
-    "plans": Step("Peaks and times of twenty plans, compared with their runs", 380, compare),
-    "prebuild": Step("Extensions of other libraries", 110, prebuild),
+    "units": Step("Host time of a unit, beside FSDP2", 35, unit_costs),
+    "fragments": Step(
+        "Unused memory after 50 steps with the units of an 8B model", 40, unused_memory
+    ),
+    "host": Step("Page-locking, and the update on the host's cores", 25, host_rates),
+    "nccl-memory": Step("Memory of a communicator; registered memory", 35, memory_of_nccl),
     "offload": Step("3 B and 7 B, 8 K tokens, optimizer state on the host", 450, OFFLOAD),
     "largest": Step("The largest model, state on GPU and host, 16 K tokens", 480, LARGEST),
+    "plans": Step("Peaks and times of twenty plans, compared with their runs", 380, compare),
+    "sanitizer": Step("Stream order, under PyTorch's sanitizer", 150, check_streams),
+    "prebuild": Step("Extensions of other libraries", 110, prebuild, by_default=False),
     "disk": Step("1.5 B, 8 K tokens, optimizer state on disk", 200, DISK, by_default=False),
 }
 
+PART_S = 540.0
+"""A part takes at most this time: a machine is often lent for ten minutes at a time."""
 
-def parts(names: Sequence[str], seconds: float) -> list[list[str]]:
-    """The steps, divided into runs of at most ``seconds`` each. A longer step is a run of its own.
-
-    The first step of all runs every time.
-
-    >>> parts(["checks", "speed", "trace", "offload"], 600)
-    [['checks', 'speed', 'trace'], ['offload']]
-    """
-    found: list[list[str]] = []
-    for name in names:
-        run = {"import", name, *(found[-1] if found else ())}
-        if found and sum(STEPS[n].seconds for n in run) <= seconds:
-            found[-1].append(name)
-        else:
-            found.append([name])
-    return found
+PARTS: dict[int, tuple[str, ...]] = {
+    1: ("import", "checks", "nccl", "two-ranks", "update", "waits"),
+    2: ("import", "speed", "trace", "units", "fragments"),
+    3: ("import", "host", "nccl-memory", "offload"),
+    4: ("import", "largest"),
+    5: ("import", "plans"),
+    6: ("import", "sanitizer"),
+}
+"""The steps of each part, the most important first: the first three answer whether it runs, whether its
+numbers are right, and how fast it is with and without offload."""
 
 
 def limits(names: Sequence[str], seconds: float) -> Iterator[tuple[str, float]]:

@@ -90,6 +90,16 @@ def show_waits(rows: list[Row]) -> Table:
     return table
 
 
+def show_units(rows: list[Row]) -> Table:
+    """Host time of a unit, by phase."""
+    phases = ("forward", "backward", "step", "all")
+    table = Table("system", *(f"{phase} us" for phase in phases), "beyond plain")
+    for row in rows:
+        us = row["us_per_unit"]
+        table.add_row(row["system"], *(f"{us[phase]:.1f}" for phase in phases), cell(row, "own_us"))
+    return table
+
+
 def show_facts(rows: list[Row]) -> Table:
     """Anything else: a column per key."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
@@ -105,6 +115,7 @@ _KINDS = {
     show_checks: "check",
     show_waits: "driver_calls_after_step_3",
     show_speed: "step_ms",
+    show_units: "us_per_unit",
     show_facts: "built",
 }
 """A table, and the key of the rows that it shows."""

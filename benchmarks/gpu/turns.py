@@ -136,10 +136,11 @@ class Bench:
 
     def turn(
         self, task: str, line: Line, shape: str, *, sanitized: bool = False, limit_s: float = 1e9,
-        options: dict[str, Any] | None = None, **given: Any,
+        allocator: str | None = None, options: dict[str, Any] | None = None, **given: Any,
     ) -> Answer:  # fmt: skip
         """The answer of the process, or ``{"error": ...}``. A failure of the process does not end
-        the run. ``sanitized``: under PyTorch's sanitizer of CUDA streams."""
+        the run. ``sanitized``: under PyTorch's sanitizer of CUDA streams. ``allocator``: its
+        settings, if not those that all systems have; "": torch's own."""
         if self.left_s < MIN_TURN_S:
             return {"error": OUT_OF_TIME}
         pretended = self.rehearsal == "pretended" and line.system == "ZeroShard"
@@ -155,6 +156,8 @@ class Bench:
         remove_locks(self.extensions)
         command = [sys.executable, str(ROOT / "benchmarks/gpu/worker.py"), task, json.dumps(job)]
         env = environment(os.environ, self.extensions, sanitized=sanitized and not self.rehearsal)
+        if allocator is not None:
+            env["PYTORCH_ALLOC_CONF"] = allocator or "expandable_segments:False"
         if self.rehearsal:
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         ended = run_process(command, env, min(self.left_s, limit_s))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import email
+import importlib.util
 import os
 import re
 import subprocess
@@ -30,6 +31,22 @@ PRESENT = frozenset({"torch", "numpy"})
 GLIBC = (17, 24, 27, 28, 31, 34, 35)
 """Minor versions of glibc 2 whose wheels may be taken; pip compares each exactly."""
 MIB = 2**20
+
+
+def absent(version: tuple[int, int] = sys.version_info[:2]) -> list[str]:
+    """What ZeroShard requires and this Python, of release ``version``, does not find."""
+    names = [name for name in NEEDED if name != "tomli" or version < (3, 11)]
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def how_to_get(names: Sequence[str]) -> str:
+    """One line: which packages are missing, and how to carry them here."""
+    python = "{}.{}".format(*sys.version_info[:2])
+    return (
+        f"ZeroShard needs {', '.join(names)}, which this Python does not find. Where there is network "
+        f"access: python benchmarks/gpu/wheels.py collect wheels --python {python}. Then here: "
+        "python benchmarks/gpu/run.py --wheels wheels."
+    )
 
 
 def platforms(machine: str, newest: int = GLIBC[-1]) -> list[str]:

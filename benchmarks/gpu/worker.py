@@ -20,13 +20,17 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA: for 
 
 import audit
 import checks
+import fragments
 import hardware
+import host_rates
+import nccl_memory
 import planned
 import prebuild
 import ranks
 import scenarios
 import timeline
 import torch
+import unit_cost
 import update
 from shapes import SHAPES
 from torch import Tensor
@@ -92,18 +96,30 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "train": train,
     "audit": audit.audit,
     "checks": checks.checks,
+    "communicators": nccl_memory.communicators,
+    "fragments": fragments.fragments,
+    "host": host_rates.host,
     "machine": hardware.machine,
     "plan": planned.plan,
     "prebuild": prebuild.prebuild,
     "ranks": ranks.ranks,
+    "registered": nccl_memory.registered,
     "scenarios": scenarios.scenarios,
     "trace": timeline.trace,
+    "units": unit_cost.units,
     "update": update.update,
 }
 
 
-OVER_COLLECTIVES = ("ranks", "scenarios", "trace")
-"""Tasks that open a process group of one rank; on the pretended device, one over a model of NCCL."""
+OVER_COLLECTIVES = {
+    "fragments": 1,
+    "ranks": 1,
+    "scenarios": 1,
+    "trace": 1,
+    "units": unit_cost.RANKS,
+}
+"""Tasks that open a process group, and its number of ranks. On the pretended device it is a model of
+NCCL."""
 
 
 def run(task: str, job: Job, options: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +136,8 @@ def on_pretended_device(task: str, job: Job, options: dict[str, Any]) -> dict[st
     """The same on a device that is only pretended, with what it found about the streams."""
     from zeroshard.testing.streams import pretend_cuda
 
-    with pretend_cuda() as watch, watch.world(1) if task in OVER_COLLECTIVES else nullcontext():
+    ranks = OVER_COLLECTIVES.get(task)
+    with pretend_cuda() as watch, nullcontext() if ranks is None else watch.world(ranks):
         answer = run(task, job, options)
     return {**answer, "findings": [str(finding) for finding in watch.findings]}
 

@@ -393,6 +393,7 @@ def snapshot(task: SaveTask, take: Callable[[int], Tensor]) -> list[Tensor]:
         images.append(image)
     for device in {unit.full_N.device for unit in task.local.units}:
         ops_of(device).synchronize()
+        ops_of(device).raise_if_aborted()
     return images
 
 

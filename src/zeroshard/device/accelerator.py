@@ -66,11 +66,11 @@ class AcceleratorOps(DeviceOps):
 
     def host_flag(self, flag: Tensor) -> HostFlag | Tensor:
         """See :class:`DeviceOps`. The copy is queued behind the work that computes ``flag``."""
-        return HostFlag(flag, self.host_event())
+        return HostFlag(flag, self.host_event(), self.raise_if_aborted)
 
     def host_values(self, tensors: Sequence[Tensor]) -> HostValues:
         """See :class:`DeviceOps`. The copy is queued behind the work that computes them."""
-        return ArrivingValues(tensors, self.host_event())
+        return ArrivingValues(tensors, self.host_event(), self.raise_if_aborted)
 
     def empty_cache(self) -> None:
         """See :class:`DeviceOps`."""

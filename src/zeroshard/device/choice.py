@@ -9,8 +9,10 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from zeroshard.device.accelerator import AcceleratorOps
 from zeroshard.device.cuda import CudaOps, why_unusable
@@ -46,6 +48,22 @@ def planned_memory(nbytes: int) -> Iterator[None]:
 def memory_nbytes(device: torch.device) -> int:
     """Bytes of the device's own memory. 0: it has that of the host."""
     return ops_of(device).total_nbytes() or sum(_planned_nbytes[-1:])
+
+
+def read(tensor: Tensor) -> Any:
+    """``tensor.tolist()``: waits for the tensor's device.
+
+    Raises:
+        DistributedError: collectives of that device were aborted, so the values may be garbage.
+    """
+    return ops_of(tensor.device).read(tensor)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """``tensor.cpu()``: waits for the tensor's device. Raises as :func:`read`."""
+    copy = tensor.cpu()
+    ops_of(tensor.device).raise_if_aborted()
+    return copy
 
 
 def choose_device(device: torch.device) -> None:

@@ -8,6 +8,7 @@ and with each other. Bytes are counted for each direction.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,7 +24,12 @@ class CopyHandle(Protocol):
     """A copy in flight. It keeps the host's memory alive, and the target on the device."""
 
     def synchronize(self) -> None:
-        """Block this thread until the copy has ended."""
+        """Block this thread until the copy has ended.
+
+        Raises:
+            DistributedError: it is a copy to the host, and collectives of the device were aborted, so
+                what was copied may be garbage.
+        """
 
     def wait_stream(self) -> None:
         """Make later work of the current stream wait for the copy. This thread does not wait."""
@@ -105,7 +111,8 @@ class CudaCopyStreams(CopyStreams):
         with on_stream(self._down):
             # If the handle kept it instead, gradients would live until their update.
             self._ops.record_use(source)
-            return self._start(self._down, source, target, (target,))
+            check = self._ops.raise_if_aborted
+            return self._start(self._down, source, target, (target,), check)
 
     def h2d(self, source: Tensor, target: Tensor, *, at_once: bool = False) -> CopyHandle:
         """See :class:`CopyStreams`."""
@@ -113,7 +120,7 @@ class CudaCopyStreams(CopyStreams):
         if not at_once:
             self._up.wait_stream(self._ops.current_stream())
         with on_stream(self._up):
-            return self._start(self._up, source, target, (source, target))
+            return self._start(self._up, source, target, (source, target), _nothing)
 
     def synchronize(self) -> None:
         """See :class:`CopyStreams`."""
@@ -121,12 +128,21 @@ class CudaCopyStreams(CopyStreams):
             stream.synchronize()
 
     def _start(
-        self, stream: torch.Stream, source: Tensor, target: Tensor, ends: tuple[Tensor, ...]
+        self,
+        stream: torch.Stream,
+        source: Tensor,
+        target: Tensor,
+        ends: tuple[Tensor, ...],
+        check: Callable[[], None],
     ) -> CopyHandle:
         target.copy_(source, non_blocking=True)
         event = self._ops.host_event()
         event.record(stream)
-        return _Event(event, stream, self._ops, ends)
+        return _Event(event, stream, self._ops, ends, check)
+
+
+def _nothing() -> None:
+    """The host does not read what is copied to the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +151,11 @@ class _Event:
     stream: torch.Stream
     ops: AcceleratorOps
     ends: tuple[Tensor, ...]  # keeps them from the allocator until the copy has ended
+    check: Callable[[], None]  # raises if what was copied to the host may be garbage
 
     def synchronize(self) -> None:
         self.event.synchronize()
+        self.check()
 
     def wait_stream(self) -> None:
         self.ops.current_stream().wait_event(self.event)

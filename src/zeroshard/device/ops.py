@@ -5,13 +5,21 @@
 knows, and :class:`~zeroshard.device.cuda.CudaOps` adds what only CUDA has. An object that needs the
 device gets the ops of its device when it is built (:func:`zeroshard.device.choice.ops_of`). From then on
 it does not ask which kind of device that is.
+
+[Note: aborted collectives] When a rank is lost, the collectives that wait for it never end, and with
+them every host wait for the device. So the watchdog aborts the communicators. The device then goes on
+with what the buffers contain, and the waits end as if all was well: a gloo collective would raise an
+error, a wait for an event cannot. The watchdog has its diagnosis before it aborts anything. So each wait
+after which the host reads a value asks for it (:meth:`DeviceOps.raise_if_aborted`). Waits before memory
+is freed do not ask: an engine must be able to close.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,17 +58,27 @@ class Reached:
 _REACHED = Reached()
 
 
+class WaitGuard(Protocol):
+    """Knows whether collectives of the device were aborted. See [Note: aborted collectives]."""
+
+    def check_wait(self) -> None:
+        """Raise the reason, if they were."""
+
+
 class HostFlag:
     """A 0-dim flag of an accelerator on its way to the host. Reading it waits only for that copy."""
 
-    def __init__(self, flag: Tensor, event: Event) -> None:
+    def __init__(self, flag: Tensor, event: Event, check: Callable[[], None]) -> None:
+        """``check``: :meth:`DeviceOps.raise_if_aborted` of the device of ``flag``."""
         self._flag = torch.empty((), dtype=flag.dtype, pin_memory=True)
         self._flag.copy_(flag, non_blocking=True)
         self._arrival = event
         self._arrival.record()
+        self._check = check
 
     def __bool__(self) -> bool:
         self._arrival.synchronize()
+        self._check()
         return bool(self._flag)
 
 
@@ -82,12 +100,14 @@ class HostValues:
 class ArrivingValues(HostValues):
     """Numbers of an accelerator on their way to the host: one copy for all tensors."""
 
-    def __init__(self, tensors: Sequence[Tensor], event: Event) -> None:
+    def __init__(self, tensors: Sequence[Tensor], event: Event, check: Callable[[], None]) -> None:
+        """``check``: see :class:`HostFlag`."""
         flat = torch.cat([each.view(-1) for each in tensors])  # in the widest of their dtypes
         self._flat = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         self._flat.copy_(flat, non_blocking=True)
         self._arrival = event
         self._arrival.record()
+        self._check = check
 
     def is_ready(self) -> bool:
         """See :class:`HostValues`."""
@@ -96,6 +116,7 @@ class ArrivingValues(HostValues):
     def read(self) -> list[float]:
         """See :class:`HostValues`."""
         self._arrival.synchronize()
+        self._check()
         return [float(number) for number in self._flat.tolist()]
 
 
@@ -143,6 +164,34 @@ class DeviceOps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # Replaced as a whole, because threads read it at any time.
+        self._guards: tuple[weakref.ref[WaitGuard], ...] = ()
+
+    # ------------------------------------------------------------------ aborted collectives
+
+    def guard_waits(self, guard: WaitGuard) -> None:
+        """Ask ``guard`` after each wait whose values the host reads. Does not keep it alive."""
+        alive = (ref for ref in self._guards if ref() is not None)
+        self._guards = (*alive, weakref.ref(guard))
+
+    def raise_if_aborted(self) -> None:
+        """To be called after a wait for the device, before a value is read that it has computed.
+
+        Raises:
+            DistributedError: collectives of this device were aborted, so the value may be garbage.
+        """
+        for ref in self._guards:
+            if (guard := ref()) is not None:
+                guard.check_wait()
+
+    def read(self, tensor: Tensor) -> Any:
+        """``tensor.tolist()`` for a tensor of this device. Waits for the device.
+
+        Raises: see :meth:`raise_if_aborted`.
+        """
+        values = tensor.tolist()
+        self.raise_if_aborted()
+        return values
 
     # ------------------------------------------------------------------ order
 

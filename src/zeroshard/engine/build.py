@@ -29,7 +29,7 @@ from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
-from zeroshard.device.choice import choose_device
+from zeroshard.device.choice import choose_device, read
 from zeroshard.engine.build_observer import make_observer
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
@@ -273,7 +273,7 @@ def _first_values(draft: Draft, watch: CommSession) -> FirstValues:
     own = torch.initial_seed()
     words = torch.tensor([own >> 32, own % 2**32], dtype=torch.int64, device=draft.device)
     watch.world.broadcast(words, 0, name="seed of the first values").wait()
-    high, low = (own >> 32, own % 2**32) if is_fake(words) else words.tolist()
+    high, low = (own >> 32, own % 2**32) if is_fake(words) else read(words)
     return ValuesByName(draft.model, (high << 32) + low, draft.device).draw
 
 

@@ -17,6 +17,7 @@ from zeroshard.comm.dtensors import whole_of
 from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
+from zeroshard.device.choice import on_host, read
 from zeroshard.engine import export, failed_call, out_of_memory, shared_loss
 from zeroshard.engine.arguments import backward_error
 from zeroshard.engine.build import build_engine
@@ -576,9 +577,9 @@ class Engine(nn.Module):
         self.life.check()
         return agreed_batches(
             loader,
-            exchange=lambda vote: self._watch.world.all_gather_small(
-                vote.to(self.device), name="batches"
-            ).cpu(),
+            exchange=lambda vote: on_host(
+                self._watch.world.all_gather_small(vote.to(self.device), name="batches")
+            ),
             shares=[self.mesh.dp_rank(rank) for rank in range(self.mesh.world_size)],
             join=self.settings.uneven == "join",
             set_weight=self._set_weight,
@@ -697,7 +698,7 @@ class Engine(nn.Module):
             return MemoryReport({self.global_rank: memory_rows(planned, measured)}, notes)
         self.life.check()
         vector = torch.tensor(vector_of(planned, measured), dtype=torch.float64, device=self.device)
-        rows = self._watch.world.all_gather_small(vector, name="memory report").tolist()
+        rows = read(self._watch.world.all_gather_small(vector, name="memory report"))
         return MemoryReport({at: rows_from_vector(row) for at, row in enumerate(rows)}, notes)
 
     # ------------------------------------------------------------------ checkpoints

@@ -23,7 +23,7 @@ from zeroshard.core.ledger import Key
 from zeroshard.core.sizes import size_text
 from zeroshard.core.stages import Stage
 from zeroshard.core.tiers import Tier
-from zeroshard.device.choice import ops_of
+from zeroshard.device.choice import ops_of, read
 from zeroshard.engine.remedies import Run, remedies
 from zeroshard.errors import HostMemoryError
 from zeroshard.memory.host_limits import host_limits
@@ -142,7 +142,7 @@ def check_memory(
     rows = comm.all_gather_small(row_K, name="free memory")
     if isinstance(rows, FakeTensor):
         return []
-    needs = [Need(*map(int, numbers)) for numbers in rows.tolist()]
+    needs = [Need(*map(int, numbers)) for numbers in read(rows)]
     short, tight = verdict(needs, shared=on_cpu)
     if short is None:
         return tight

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.config import Config
+from zeroshard.device.choice import read
 from zeroshard.errors import LossScaleError, NonFiniteError
 
 logger = logging.getLogger("zeroshard")
@@ -172,7 +173,7 @@ def _find_cause(engine: Any) -> Cause:
     own = [min(bad, default=none), float(bool(saw)), max(saw, default=0.0), aside]
     world = engine._watch.world
     sent = torch.tensor(own, dtype=torch.float64).to(engine.device)
-    rows = world.all_gather_small(sent, name="cause of a gradient that is not finite").tolist()
+    rows = read(world.all_gather_small(sent, name="cause of a gradient that is not finite"))
     first, aside = (int(min(row[at] for row in rows)) for at in (0, 3))
     ranks = getattr(world, "ranks", range(len(rows)))
     return Cause(

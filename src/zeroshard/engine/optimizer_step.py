@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.config import Config
-from zeroshard.device.choice import ops_of
+from zeroshard.device.choice import ops_of, read
 from zeroshard.engine.report import StepReport
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.errors import UsageError
@@ -213,14 +213,14 @@ class OptimizerStep:
         if clip is not None:
             factor = clip.to(self._wide) * factor
         skipped = read_flag(found_inf) if self.checks_overflow else False
+        flag = self._ops.host_flag(found_inf) if skipped is None else skipped
         report = StepReport(
             step,
             tuple(float(group["lr"]) for group in optimizer.inner.param_groups),
-            norm, clip, scale, self._ops.host_flag(found_inf) if skipped is None else skipped,
-            measured.loss,
+            norm, clip, scale, flag, measured.loss,
         )  # fmt: skip
         if skipped is None and not optimizer.skips_on_device:
-            skipped = bool(found_inf)  # the optimizer cannot skip on the device: wait for the flag
+            skipped = bool(flag)  # the optimizer cannot skip on the device: wait for the flag
         if not skipped:
             on_device = found_inf.float() if skipped is None else None
             self._update(factor, on_device, measured.untouched)
@@ -315,7 +315,7 @@ class OptimizerStep:
 
     def unscaled_factor(self) -> float:
         """:meth:`mean_factor` for gradients that are still loss-scaled. Waits for the device."""
-        return self.mean_factor() / float(self._scaler.scale)
+        return self.mean_factor() / float(read(self._scaler.scale))
 
     def _refuse_unused(self, untouched: dict[int, frozenset[int]]) -> None:
         names = [

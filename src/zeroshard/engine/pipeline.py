@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroshard.comm.collectives import first_line
+from zeroshard.device.choice import read
 from zeroshard.engine.optimizer_step import is_fake
 from zeroshard.engine.pipeline_inputs import as_pair, named_inputs, names_in
 from zeroshard.errors import DistributedError, UsageError, ZeroShardError, in_short
@@ -361,7 +362,7 @@ def agreed_batches(
     )
     rows = engine._watch.world.all_gather_small(own, name="batches of the step")
     if not is_fake(rows):
-        _check_rows(model, rows.tolist(), count)
+        _check_rows(model, read(rows), count)
     elif model.input_names is not None:
         model.given_names = names_in(bits, model.input_names)
     return [_on(engine.device, batch) for batch in given]
@@ -432,7 +433,7 @@ def mean_loss(
         own[0], own[1] = torch.stack(list(losses)).double().mean(), 1.0
     own[2] = float(incomplete)
     rows = engine._watch.world.all_gather_small(own, name="loss of the step")
-    bad = [] if is_fake(rows) else [at for at, found in enumerate(rows[:, 2].tolist()) if found]
+    bad = [] if is_fake(rows) else [at for at, found in enumerate(read(rows[:, 2])) if found]
     return rows[:, 0].sum() / rows[:, 1].sum(), bad
 
 

@@ -21,7 +21,7 @@ from zeroshard.core.ledger import Key
 from zeroshard.core.nbytes import UnitBytes
 from zeroshard.core.stages import Stage
 from zeroshard.core.tiers import Tier
-from zeroshard.device.choice import ops_of
+from zeroshard.device.choice import ops_of, read
 from zeroshard.engine.unit_plan import UnitSpec
 from zeroshard.errors import UsageError
 from zeroshard.memory.host_limits import gib, host_limits
@@ -210,7 +210,7 @@ def agreed_traffic(
     row_K = torch.tensor(astuple(own), dtype=torch.float64).to(device)
     rows = world.all_gather_small(row_K, name="facts for auto")
     if not isinstance(rows, FakeTensor):
-        ranks = [RankMemory(*map(int, row)) for row in rows.tolist()]
+        ranks = [RankMemory(*map(int, row)) for row in read(rows)]
     elif limit_nbytes is not None:
         ranks = [own]
     else:

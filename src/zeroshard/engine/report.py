@@ -10,12 +10,16 @@ from torch import Tensor
 
 from zeroshard.core.ledger import RESTING, TEMPORARY, TRANSPORT, Key, Ledger
 from zeroshard.core.tiers import TIERS, Tier
+from zeroshard.device.choice import read
 from zeroshard.device.ops import HostFlag
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Numbers of one optimizer step. Tensors stay on the device until a property is read."""
+    """Numbers of one optimizer step. Tensors stay on the device until a property is read.
+
+    A property raises the diagnosis of a rank that was lost before its number was known.
+    """
 
     step: int  # counted from 1
     lrs: tuple[float, ...]  # one per param group, as used by this step
@@ -34,14 +38,14 @@ class StepReport:
     @cached_property
     def grad_norm(self) -> float | None:
         """2-norm of the averaged, unscaled gradient before clipping."""
-        return None if self._norm is None else float(self._norm)
+        return None if self._norm is None else float(read(self._norm))
 
     @cached_property
     def grad_norm_clipped(self) -> float | None:
         """2-norm of the gradient after clipping, as the optimizer used it."""
         if self._norm is None or self._clip is None:
             return self.grad_norm
-        return float(self._norm * self._clip)
+        return float(read(self._norm * self._clip))
 
     @cached_property
     def loss(self) -> float | None:
@@ -49,13 +53,13 @@ class StepReport:
 
         None if no rank knows its loss: the program called ``loss.backward()`` itself.
         """
-        total, weight = (0.0, 0.0) if self._loss is None else self._loss.tolist()
+        total, weight = (0.0, 0.0) if self._loss is None else read(self._loss)
         return total / weight if weight else None
 
     @cached_property
     def loss_scale(self) -> float:
         """Factor on the loss of this step; 1 without loss scaling."""
-        return float(self._scale)
+        return float(read(self._scale))
 
     def tensors(self) -> list[Tensor]:
         """What :meth:`values_of` needs of the device."""

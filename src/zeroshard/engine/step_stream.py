@@ -8,6 +8,7 @@ thread could end a capture of a CUDA graph.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from zeroshard.core.sizes import GIB
 from zeroshard.device.ops import DeviceOps, HostValues, Mark
 from zeroshard.engine.report import StepReport
 from zeroshard.engine.sinks import Event
+from zeroshard.errors import DistributedError
 from zeroshard.launch.cgroup import read_peak_rss_nbytes
 
 PREFIX = "Train/Samples/"
@@ -153,10 +155,14 @@ class StepStream:
         self._emit_ready()
 
     def close(self, *, wait: bool) -> None:
-        """Emit what is left. ``wait``: for the device; else numbers that are still there are lost."""
+        """Emit what is left. ``wait``: for the device; else numbers that are still there are lost.
+
+        Those of steps in which a rank was lost are left out. The program's next call raises the reason.
+        """
         if wait and self._open:
             self.ops.synchronize()
-        self._emit_ready()
+        with contextlib.suppress(DistributedError):
+            self._emit_ready()
         self._open.clear()
 
     def _emit_ready(self) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.flight_recorder import rank_ranges
+from zeroshard.device.choice import read
 from zeroshard.engine.draft import Draft
 from zeroshard.engine.optimizer_step import is_fake
 from zeroshard.engine.param_groups import options_in_words
@@ -98,7 +99,7 @@ def check_options(draft: Draft, watch: CommSession) -> None:
     rows = watch.world.all_gather_small(own, name="options of tied parameters")
     if is_fake(rows):  # a simulation has no other ranks
         return
-    for name, of_ranks in zip(names, rows.t().tolist(), strict=True):
+    for name, of_ranks in zip(names, read(rows.t()), strict=True):
         holders = {rank: code for rank, code in enumerate(of_ranks) if code >= 0}
         first = next(iter(holders.values()), None)
         if odd := [rank for rank, code in holders.items() if code != first]:

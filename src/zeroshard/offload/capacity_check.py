@@ -19,6 +19,7 @@ from zeroshard.config import Config
 from zeroshard.core.ledger import Key
 from zeroshard.core.stages import STAGES
 from zeroshard.core.tiers import TIERS, Tier
+from zeroshard.device.choice import read
 from zeroshard.errors import DiskError
 from zeroshard.memory.host_limits import host_limits
 from zeroshard.offload import disk_check
@@ -151,7 +152,7 @@ def check_capacity(
     rows = comm.all_gather_small(row_K, name="room")
     if isinstance(rows, FakeTensor):
         return []  # fake tensors take no memory
-    for number, *rest in rows.tolist():
+    for number, *rest in read(rows):
         frees, numbers = rest[: 1 + len(paths)], rest[1 + len(paths) :]
         hosts[int(number)].append((list(map(int, frees)), Demand(*map(int, numbers))))
     for number, ranks in hosts.items():

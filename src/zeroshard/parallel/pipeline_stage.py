@@ -25,6 +25,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from zeroshard.comm.stage_messages import Shapes, StageMessages
+from zeroshard.device.choice import read
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.schedules import SCHEDULES
 
@@ -110,7 +111,7 @@ def packed(boundaries: Sequence[Boundary]) -> Tensor:
 
 def unpacked(message: Tensor) -> list[Boundary]:
     """The boundaries in a message of :func:`packed`. Waits for the device."""
-    count, *words = message.tolist()
+    count, *words = read(message)
     found = []
     for begin in range(0, count * _FIELDS, _FIELDS):
         kind, requires_grad, dims, *shape = words[begin : begin + _FIELDS]

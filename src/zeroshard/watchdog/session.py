@@ -523,6 +523,7 @@ def _open(
         if queues_on_device(session.world):
             for each in every:
                 each.watch_device(ops_of(device))
+            ops_of(device).guard_waits(session_watch)
         elif crew.call == "initialize":
             same_work = mesh.groups(set(DIMS) - {"pipeline"}) if mesh.pipeline > 1 else [crew.ranks]
             session_watch.compare_pace(session.recorder, every, same_work)

@@ -45,6 +45,7 @@ class SessionWatch:
         self.errands: list[Callable[[], None]] = []  # run at each look, in the watchdog's thread
         self.pace: Pace | None = None
         self._failed = (-1, "")  # the step in which a call ended with an error, and the error
+        self._is_closed = False
         self._watchdog = watchdog
         watchdog.follow(self)
 
@@ -72,6 +73,11 @@ class SessionWatch:
             )
             if part.collective:
                 part.wakers = wakers
+
+    def check_wait(self) -> None:
+        """Raise the fatal diagnosis, if there is one: a wait for the device may have been cut short."""
+        if not self._is_closed:
+            self._watchdog.check_wait()
 
     def note_failure(self, text: str) -> None:
         """Note that a call of the current step ended with an error."""
@@ -197,6 +203,7 @@ class SessionWatch:
 
     def close(self, reason: str = "") -> None:
         """End the watch over this session. ``reason``: the exception that ended this rank's part."""
+        self._is_closed = True
         self._watchdog.leave(self, reason)
         self._watchdog.release()
 

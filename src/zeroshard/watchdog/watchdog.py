@@ -280,6 +280,17 @@ class Watchdog:
             self._linger()
             raise diagnosis.error()
 
+    def check_wait(self) -> None:
+        """The same after a wait for a device, on any thread. It costs one look if nothing is wrong.
+
+        A thread beside the main thread does not deliver the diagnosis to the program.
+        """
+        diagnosis = self._state.diagnosis
+        if diagnosis is not None:
+            if threading.get_ident() == self._main:
+                self._linger()
+            raise diagnosis.error()
+
     def position(self, words: bool) -> Position:
         """See :func:`~.lone_reads.position_of`."""
         return position_of(self._rank, self._followed(), self._main, words=words)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroshard.device.choice import ops_of
+from zeroshard.device.choice import ops_of, read
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm
@@ -218,7 +218,7 @@ def pack_flags(flags: Sequence[bool]) -> list[float]:
 def unpack_any(words_WK: Tensor, count: int) -> list[bool]:
     """The flags that are set on any of W ranks. Waits for the device."""
     united = []
-    for column in words_WK.t().tolist():
+    for column in read(words_WK.t()):
         word = 0
         for value in column:
             word |= int(value)

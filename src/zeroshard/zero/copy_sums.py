@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.collectives import sum_in_rank_order
 from zeroshard.comm.dtensors import addends_of, is_copy
+from zeroshard.device.choice import read
 from zeroshard.zero.addends import AddendSlots
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class CopySums:
         ]
         own = torch.tensor(flags, dtype=torch.float64, device=self._pairs[0][0].unit.full_N.device)
         rows = self._holders.all_gather_small(own, name="kinds of gradients")
-        any_rank = flags if isinstance(rows, FakeTensor) else rows.amax(0).tolist()
+        any_rank = flags if isinstance(rows, FakeTensor) else read(rows.amax(0))
         united = iter(any_rank)
         self._learned = [
             {index for index, adds in slots.known.items() if adds is None and next(united)}

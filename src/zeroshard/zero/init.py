@@ -29,6 +29,7 @@ from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.config import Config, load_config
 from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.core.mesh_sources import resolve_mesh
+from zeroshard.device.choice import read
 from zeroshard.errors import RankMismatch, UnsupportedError
 from zeroshard.memory.storage import is_aliased
 from zeroshard.precision.policy import policy_from
@@ -372,7 +373,7 @@ class Init:
         if isinstance(torch.empty(0), FakeTensor):  # a simulated rank: all others do what it does
             return [[float(number) for number in numbers]]
         vector = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        values: list[list[float]] = self.comm.all_gather_small(vector, name=name).tolist()
+        values: list[list[float]] = read(self.comm.all_gather_small(vector, name=name))
         return values
 
     def _is_aliased(self, item: BucketedParameter | ParamBucket) -> bool:

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
-from zeroshard.device.choice import ops_of
+from zeroshard.device.choice import on_host, ops_of, read
 from zeroshard.device.ops import Event
 from zeroshard.errors import RankDivergence, UsageError
 from zeroshard.zero.clip import (
@@ -124,7 +124,7 @@ class MeshExchange:
         found = world.all_gather_small(
             torch.tensor(own, dtype=torch.float64, device=device), name="norm"
         )
-        words, copies, coarsest = own if isinstance(found, FakeTensor) else found.amax(0).tolist()
+        words, copies, coarsest = own if isinstance(found, FakeTensor) else read(found.amax(0))
         self._num_words, self._num_copied = int(words), int(copies)
         self._tolerance = coarsest**0.5
 
@@ -211,6 +211,7 @@ class MeshExchange:
                 return
             seen_W2, copied = before
             copied.synchronize()  # not query(): every rank must come to the same conclusion
+            ops.raise_if_aborted()
         orders, sums = seen_W2.reshape(-1, self._mesh.tensor, 2).unbind(-1)
         odd = (orders != orders[:, :1]).any(-1).nonzero().flatten().tolist()
         if odd:
@@ -238,7 +239,7 @@ class MeshExchange:
         own += [0.0] * (self._num_copied - len(own))
         sent = torch.tensor(own, dtype=torch.float64, device=device)
         tensor = self._mesh.tensor
-        rows = self._world.all_gather_small(sent, name="norm of copies").cpu()
+        rows = on_host(self._world.all_gather_small(sent, name="norm of copies"))
         places = self._differ(rows.view(-1, tensor, len(own)).transpose(1, 2)).nonzero()
         names = [self._copied[at] for at in sorted(self._copied)]
         where = "parameters that the tensor group holds whole"

@@ -82,6 +82,8 @@ class Machine:
         self.peak_nbytes = [0] * devices
         self.live: set[MemoryBlock] = set()
         self.lock = threading.RLock()
+        self._released = threading.Condition(self.lock)
+        self._stuck: set[tuple[int, int]] = set()  # operations that do not end: timeline and tick
         self._seen: set[tuple[object, ...]] = set()
         self._numbers = 0
         self._local = threading.local()
@@ -297,9 +299,31 @@ class Machine:
         self._touches_cuda("a wait of a stream")
         stream.join(clock)
 
+    def hang(self, stream: StreamLine) -> tuple[int, int]:
+        """Let the newest operation of ``stream`` not end before :meth:`release` gets what this returns.
+
+        A thread that waits for it, or for what comes after it, blocks. Streams go on in the model, since
+        what they compute is known already.
+        """
+        stuck = stream.number, stream.clock[stream.number]
+        self._stuck.add(stuck)
+        return stuck
+
+    def release(self, stuck: tuple[int, int]) -> None:
+        """End an operation that hangs."""
+        with self.lock:
+            self._stuck.discard(stuck)
+            self._released.notify_all()
+
+    def _hangs(self, clock: Mapping[int, int]) -> bool:
+        """Whether ``clock`` knows an operation that does not end."""
+        return any(clock.get(number, 0) >= tick for number, tick in self._stuck)
+
     def host_waits(self, kind: str, clock: Mapping[int, int]) -> None:
         """Block the calling thread until what ``clock`` knows has ended. Counted if it was not known."""
         self._touches_cuda(f"a wait ({kind})")
+        while self._hangs(clock):
+            self._released.wait()
         thread = self.thread()
         if not self._is_known(thread, clock):
             counts = self.counts
@@ -317,6 +341,7 @@ class Machine:
         self._touches_cuda("a query")
         thread = self.thread()
         answer = self._is_known(thread, clock) if self.query is None else self.query
+        answer = answer and not self._hangs(clock)
         if answer:
             thread.join(clock)
         return answer

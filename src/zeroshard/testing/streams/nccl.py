@@ -3,6 +3,10 @@
 Each communicator has a stream of its own. A collective waits for the current stream; ``wait()`` on its
 handle makes the current stream wait for the collective, and the host waits for nothing. Tensors are kept
 until then. A sum is rounded to the dtype of the tensor after each rank, in rank order.
+
+A collective whose peer is gone never ends. ``abort()`` of its communicator ends it, and what it should
+have written is then garbage: all that waits for it goes on. Later collectives raise an error. So are
+NCCL's rules (``ncclCommAbort``, and ``NCCLUtils.cpp: NCCLComm::getNcclComm`` of torch).
 """
 
 from __future__ import annotations
@@ -47,6 +51,14 @@ class _Work:
             return self._machine.has_ended(self._clock)
 
 
+GARBAGE = 77
+"""What an aborted collective leaves in its target. It is finite, so that it looks like a result."""
+
+
+class PeerGoneError(Exception):
+    """Another rank has ended, so its values will never come."""
+
+
 Exchange = Callable[[Tensor, int], Tensor]
 """Gets a flat tensor ``[K]`` and the number of ranks W. Gives ``[W, K]``: row r is rank r's tensor."""
 
@@ -61,6 +73,7 @@ def over_gloo(mine_K: Tensor, size: int) -> Tensor:
 
     Raises:
         NotImplementedError: the communicator has fewer ranks than the process group.
+        PeerGoneError: another rank has ended.
     """
     if size != dist.get_world_size():
         raise NotImplementedError(
@@ -71,7 +84,10 @@ def over_gloo(mine_K: Tensor, size: int) -> Tensor:
     received = sent.repeat(size)
     group = dist.group.WORLD
     assert group is not None
-    group._allgather_base(received, sent).wait()
+    try:
+        group._allgather_base(received, sent).wait()
+    except RuntimeError as error:
+        raise PeerGoneError(str(error)) from error
     return received.view(mine_K.dtype).view(size, -1)
 
 
@@ -108,6 +124,8 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
         self._size = size
         self._lines: dict[int, StreamLine] = {}
         self._name = ""
+        self._is_aborted = self._has_lost_a_peer = False
+        self._stuck: list[tuple[int, int]] = []
 
     def getBackendName(self) -> str:  # noqa: N802
         """The name that torch knows groups without a network by."""
@@ -129,9 +147,23 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
 
     group_name = pg_name
 
+    def _get_backend(self, device: torch.device) -> PretendedNCCL:
+        """The communicator of a device: this model has one for all."""
+        del device
+        return self
+
+    def abort(self) -> None:
+        """End the collectives that hang. Any thread may call it."""
+        with self._machine.lock:
+            self._is_aborted = True
+            while self._stuck:
+                self._machine.release(self._stuck.pop())
+
     def _run(self, what: str, reads: list[Tensor], writes: list[Tensor], opts: Any) -> _Work:
         storages, machine = self._storages, self._machine
         with machine.lock:
+            if self._is_aborted:
+                raise RuntimeError(f"NCCL communicator was aborted on rank {self._rank}.")
             used = [storages.range_of(t) for t in reads]
             changed = [storages.range_of(t) for t in writes]
             device = changed[0][0].device
@@ -147,6 +179,8 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
             else:
                 line = current
             machine.kernel(device, what, used, changed, stream=line)
+            if self._has_lost_a_peer:
+                self._stuck.append(machine.hang(line))
             return _Work(storages, device, dict(line.clock), [*reads, *writes])
 
     def _rows(self, tensor: Tensor) -> Tensor:
@@ -154,10 +188,18 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
         return self._exchange(tensor.detach().reshape(-1), self._size)
 
     @contextmanager
-    def _moving_values(self) -> Iterator[None]:
-        """A context in which values are exchanged. What the program does is recorded afterwards."""
+    def _moving_values(self, *targets: Tensor) -> Iterator[None]:
+        """A context in which values are exchanged. What the program does is recorded afterwards.
+
+        If a peer is gone, the ``targets`` get garbage.
+        """
         with self._storages.quietly(), torch.no_grad():
-            yield
+            try:
+                yield
+            except PeerGoneError:
+                self._has_lost_a_peer = True
+                for target in targets:
+                    target.detach().fill_(GARBAGE)
 
     @staticmethod
     def _options(opts: tuple[Any, ...]) -> Any:
@@ -179,7 +221,7 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
         self, fulls: list[Tensor], shards: list[Tensor], *opts: Any
     ) -> _Work:
         """All-gathers as one launch: it waits for the current stream once, and has one end."""
-        with self._moving_values():
+        with self._moving_values(*fulls):
             for full, shard in zip(fulls, shards, strict=True):
                 full.detach().view(self._size, -1).copy_(self._rows(shard).clone())
         return self._run("all-gather", shards, fulls, self._options(opts))
@@ -189,7 +231,7 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
     ) -> _Work:
         """Reduce-scatters as one launch."""
         options = self._options(opts)
-        with self._moving_values():
+        with self._moving_values(*shards):
             for shard, full in zip(shards, fulls, strict=True):
                 parts = self._rows(full).view(self._size, self._size, -1)[:, self._rank]
                 shard.detach().view(-1).copy_(reduced(parts, self._op(options)))
@@ -204,7 +246,7 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
         """The values of the source."""
         options = self._options(opts)
         source = getattr(options, "rootRank", self._rank)
-        with self._moving_values():
+        with self._moving_values(*tensors):
             for tensor in tensors:
                 tensor.detach().copy_(self._rows(tensor)[source].clone().view(tensor.shape))
         return self._run("broadcast", tensors if source == self._rank else [], tensors, options)
@@ -212,7 +254,7 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], *opts: Any) -> _Work:
         """The reduction over ranks."""
         options = self._options(opts)
-        with self._moving_values():
+        with self._moving_values(*tensors):
             for tensor in tensors:
                 total = reduced(self._rows(tensor), self._op(options))
                 tensor.detach().copy_(total.view(tensor.shape))
