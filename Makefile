@@ -9,10 +9,10 @@ ARGS       ?=
 # Test files that run at the same time. Tests of faults mostly wait, for a limit of time or another process.
 WORKERS    ?= 2
 FAULT_WORKERS ?= 4
-# Seconds of CPU that `make test` may take, of a reference processor (tools/cpu_limit.py). It took 1,690
-# to 2,120 when that was last measured, on processors that multiply bf16; others were not measured. The
-# goal is 1,500; lower it with every saving.
-CPU_LIMIT  ?= 2600
+# Seconds of CPU that `make test` may take, of a reference processor (tools/cpu_limit.py). When that was
+# last measured, it took 1,690 to 2,120 on processors that multiply bf16, and 2,540 on one that does not
+# (4,140 s of its own). The goal is 1,500; lower it with every saving.
+CPU_LIMIT  ?= 2750
 # What the extra "monitor" names in pyproject.toml.
 TRACKERS   := tensorboard wandb trackio mlflow-skinny sqlalchemy alembic
 # Seconds. Types and tests together, which is what .ci/run does, end within 5100 s.
