@@ -543,11 +543,13 @@ def test_words_for_ssh_and_an_environment_reach_the_hosts(launch, folder, two_no
         *two_nodes,
         *("--launcher", "ssh", "--launcher_args", "-o 'User=two words'"),
         *("--venv_script", "activate"),
-        body=RANK + "print(os.environ['FROM_SCRIPT'], os.environ['SERVICE'])",
+        body=RANK + "print(os.environ['FROM_SCRIPT'], os.environ['SERVICE'])\n"
+        "assert 'ZEROSHARD_SECRET' not in os.environ",
         PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
     )
     assert (done.code, done.out) == (0, 2 * "yes two words: secret\n")
-    assert "secret" not in (folder / "ssh-words").read_text()  # what ps shows
+    shown = (folder / "ssh-words").read_text()  # by ps
+    assert "words: secret" not in shown and "SECRET" not in shown
 
 
 def test_a_slurm_job_of_two_nodes_is_handed_to_srun(launch, folder, env):

@@ -12,7 +12,7 @@ import pytest
 from support.covering import sampled
 from warm_python import run
 
-from zeroshard.core.listening import listening_addresses, listening_socket
+from zeroshard.core.listening import interface_socket, listening_addresses, listening_socket
 
 LAUNCH = [sys.executable, "-m", "zeroshard.cli.main", "launch"]
 
@@ -79,3 +79,30 @@ def test_a_socket_listens_on_one_interface_and_only_where_it_can():
         assert listening_socket("127.0.0.1", port) is None
     assert listening_socket("192.0.2.1", 0) is None  # an address for documentation
     assert listening_socket("no.such.name.invalid", 0) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "known_here", "where"),
+    [
+        ("127.0.0.2", ["127.0.0.2"], "127.0.0.2"),
+        ("node1", ["127.0.1.1"], "all"),
+        ("node1", ["127.0.0.2", "127.0.0.3"], "all"),
+        ("node1", ["192.0.2.1"], "all"),
+        ("192.0.2.1", ["192.0.2.1"], "all"),
+        ("node1", [], "all"),
+    ],
+    ids=["address", "Debian", "several", "elsewhere", "translated address", "unknown"],
+)
+def test_other_hosts_reach_the_socket_that_listens_for_them(monkeypatch, host, known_here, where):
+    def known(name, port, **_):
+        if not known_here:
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in known_here]
+
+    monkeypatch.setattr(socket, "getaddrinfo", known)
+    with interface_socket(host, 0) as opened:
+        address, port = opened.getsockname()[:2]
+        assert address in (("::", "0.0.0.0") if where == "all" else (where,))
+        assert interface_socket(host, port) is None  # the port is in use
+        monkeypatch.undo()
+        socket.create_connection(("127.0.0.2", port), timeout=5).close()

@@ -298,14 +298,35 @@ def test_prune_keeps_the_newest_and_what_latest_names(tmp_path):
 
 
 def test_prune_leaves_alone_what_is_no_checkpoint_of_ours(tmp_path):
-    for step in range(3):
+    for step in range(4):
         save(tmp_path, f"s{step}", step)
     spoil(tmp_path / "s0")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "link").symlink_to(tmp_path / "s1")
-    assert places.prune(tmp_path, 1) == ["s1"]
-    assert listing(tmp_path) == ["latest", "link", "notes", "notes.txt", "s0", "s2"]
+    (tmp_path / "best").symlink_to("s1")
+    assert places.prune(tmp_path, 1) == ["s2"]
+    assert listing(tmp_path) == ["best", "latest", "notes", "notes.txt", "s0", "s1", "s3"]
+
+
+def test_a_tag_that_is_a_link_is_read_and_what_it_refers_to_is_never_removed(tmp_path):
+    other, here = tmp_path / "other", tmp_path / "here"
+    save(other, "s0", 0)
+    save(here, "s1", 1)
+    (here / "s0").symlink_to(other / "s0")
+    (here / "s2").symlink_to(tmp_path / "nowhere")
+    (here / ".s7.saving-01234567").symlink_to(other)
+    (here / ".s1.replaced").symlink_to(other)
+    assert places.read_manifest(places.resolve(here, "s0")).step == 0
+    assert places.tags(here) == ["s1"]
+    assert places.prune(here, 0) == []  # latest names s1
+    for tag in ("s0", "s0", "s2"):
+        (here / ".draft").mkdir()
+        places.commit(here / ".draft", here / tag)
+        assert not (here / tag).is_symlink()
+    places.remove_leftovers(here)
+    assert listing(here) == ["latest", "s0", "s1", "s2"]
+    assert listing(other) == ["latest", "s0"]
+    assert listing(other / "s0")
 
 
 def test_prune_removes_frozen_weights_with_the_last_that_refers_to_them(tmp_path):

@@ -217,6 +217,18 @@ def test_a_run_that_lives_is_refused(folder):
     assert "still lives: rank 1 of 2 run here. Try: zeroshard stacks" in refusal(folder.path)
 
 
+def test_stacks_on_another_host_than_that_of_the_store_says_which_one(folder):
+    """The store is on the loopback interface of the first host."""
+    there = replace(this_process(), host="node1", space="another boot")
+    folder.peers = {rank: replace(peer, process=there) for rank, peer in folder.peers.items()}
+    folder.write()
+    done = CliRunner().invoke(main, ["stacks", str(folder.path)])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 2
+    assert "only host node1, where rank 0 ran, reaches it: run the command there" in said
+    assert "has ended" not in said
+
+
 def test_a_recording_that_is_cut_is_named_and_the_others_are_used(folder):
     for rank in (0, 1):
         folder.record(rank, "a", "b")

@@ -14,7 +14,13 @@ from zeroshard.launch.launch_plan import ExecAsRank, RunHere, RunNodes, plan_lau
 from zeroshard.launch.launcher import launch
 from zeroshard.launch.mpi import mpirun_command
 from zeroshard.launch.options import LaunchRequest
-from zeroshard.launch.rank_env import exported, rank_defaults, variables_of_behaviour
+from zeroshard.launch.rank_env import (
+    check_secret,
+    exported,
+    new_secret,
+    rank_defaults,
+    variables_of_behaviour,
+)
 from zeroshard.launch.remote import names_of_this_host, node_commands, ssh_words
 
 
@@ -157,11 +163,15 @@ def commands(**changes):
         "master_port": 29500,
         "options": ["--module"],
         "program": ["pkg.train", "--name", "two words; $HOME"],
-        "env": {"NCCL_DEBUG": "INFO", "SERVICE": "https://me:pass@host", "API_KEY": "abc"},
+        "env": {
+            **{"NCCL_DEBUG": "INFO", "SERVICE": "https://me:pass@host", "API_KEY": "abc"},
+            "ZEROSHARD_SECRET": "abcabcabcabcabcabc",
+        },
         "this_host": ("b",),
         **changes,
     }
-    return node_commands((Host("a", (1, 3)), Host("b", (0, 1))), **options)
+    hosts = options.pop("hosts", (Host("a", (1, 3)), Host("b", (0, 1))))
+    return node_commands(hosts, **options)
 
 
 def test_each_node_gets_its_rank_and_number_of_slots():
@@ -193,6 +203,23 @@ def test_no_command_holds_a_variable_that_may_be_secret():
         line = mpirun_command(kind, commands(), (), ["SERVICE", "API_KEY"])
         assert "pass" not in " ".join(line) and "abc" not in " ".join(line)
         assert ("SERVICE" in line) is (kind == "openmpi")
+
+
+def test_each_run_has_a_secret_of_its_own_unless_the_user_gives_one():
+    made = [new_secret({})["ZEROSHARD_SECRET"] for _ in range(2)]
+    assert made[0] != made[1] and len(made[0]) == 64
+    given = {"ZEROSHARD_SECRET": "sixteen letters."}
+    assert new_secret(given) == given and check_secret(given) == "sixteen letters."
+    assert check_secret({}) == ""
+    with pytest.raises(LaunchError, match="has 8 characters, which others can guess"):
+        check_secret({"ZEROSHARD_SECRET": "password"})
+
+
+def test_a_single_host_is_given_no_address_that_others_reach():
+    (alone,) = commands(hosts=(Host("b", (0, 1)),))
+    assert "--master_addr" not in alone.argv
+    (asked,) = commands(hosts=(Host("b", (0, 1)),), master_addr="10.0.0.1")
+    assert asked.argv[asked.argv.index("--master_addr") + 1] == "10.0.0.1"
 
 
 def test_a_host_is_ours_under_its_short_and_its_full_name():

@@ -142,6 +142,26 @@ def test_a_run_is_found_in_its_folder_or_in_the_directory_of_runs(tmp_path):
     assert find_run(tmp_path / "run1") == tmp_path / "run1"
 
 
+def test_a_newer_run_of_another_user_is_left_out_and_said(tmp_path, monkeypatch):
+    for number in range(4):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        (folder / "steps-0-1-0.jsonl").touch()
+        os.utime(folder, (number, number))
+    strangers = {(tmp_path / name).stat().st_ino for name in ("run0", "run2", "run3")}
+    monkeypatch.setattr(module, "is_mine", lambda about: about.st_ino not in strangers)
+    said: list[str] = []
+    assert find_run(tmp_path, said.append) == tmp_path / "run1"
+    assert said == [
+        f"run1 is your newest run in {tmp_path}. 2 newer ones of other users are left out: give a "
+        "folder to see one of them."
+    ]
+    assert find_run(tmp_path / "run3", said.append) == tmp_path / "run3" and len(said) == 1
+    monkeypatch.setattr(module, "is_mine", lambda _about: False)
+    with pytest.raises(FileNotFoundError, match=r"of yours\. It holds 4 of other users"):
+        find_run(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["nothing", "file", "empty"])
 def test_what_is_no_run_is_said(tmp_path: Path, name: str):
     (tmp_path / "file").touch()

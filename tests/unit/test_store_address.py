@@ -11,8 +11,12 @@ from zeroshard.comm.env import RankInfo
 from zeroshard.watchdog import join
 
 
-@pytest.mark.parametrize(("local", "is_bound"), [(2, True), (1, False)])
-def test_only_the_store_of_one_host_keeps_to_one_interface(monkeypatch, local, is_bound):
+@pytest.mark.parametrize(
+    ("name", "local", "where"),
+    [("localhost", 2, "127.0.0.1"), ("127.0.0.1", 1, "127.0.0.1"), ("localhost", 1, "all")],
+    ids=["one host", "an address", "a name that means this host"],
+)
+def test_the_store_keeps_to_the_interface_of_its_address(monkeypatch, name, local, where):
     """The name of a host may mean 127.0.1.1 on that host: others could not connect there."""
     opened = []
 
@@ -26,6 +30,6 @@ def test_only_the_store_of_one_host_keeps_to_one_interface(monkeypatch, local, i
         port = probe.getsockname()[1]
     monkeypatch.setattr(join, "TCPStore", store)
     monkeypatch.setattr(join, "launcher_serves_store", lambda: False)
-    method = f"tcp://localhost:{port}"
+    method = f"tcp://{name}:{port}"
     join._store(method, RankInfo(0, 2, 0, local, "torchrun"), timedelta(seconds=5))
-    assert opened == (["127.0.0.1"] if is_bound else [])
+    assert opened == [where] or (where == "all" and opened[0] in ("::", "0.0.0.0"))

@@ -4,6 +4,9 @@ A save writes into ``.TAG.saving-NONCE``, which readers ignore. When everything 
 to ``TAG``, and then ``latest`` is replaced. If ``TAG`` exists already, it is first renamed to
 ``.TAG.replaced``. A crash between the two renames leaves ``.TAG.replaced`` without ``TAG``: the next
 reader or save renames it back (:func:`restore_replaced`).
+
+A tag may be a link that the user has made, also to another directory: it can be loaded. It is not listed,
+and whatever replaces or removes it leaves alone what it refers to.
 """
 
 from __future__ import annotations
@@ -201,10 +204,10 @@ def remove_leftovers(directory: Path) -> None:
     """
     for left in list(directory.iterdir()):
         if _SAVING.fullmatch(left.name):
-            shutil.rmtree(left, ignore_errors=True)
+            _delete(left)
         elif _REPLACED.fullmatch(left.name):
             restore_replaced(directory, left.name[1 : -len(".replaced")])
-            shutil.rmtree(left, ignore_errors=True)  # not renamed back: its successor exists
+            _delete(left)  # not renamed back: its successor exists
 
 
 def commit(place: Path, final: Path, between: Callable[[], None] = lambda: None) -> None:
@@ -217,9 +220,8 @@ def commit(place: Path, final: Path, between: Callable[[], None] = lambda: None)
     """
     sync_directory(place)
     aside = final.with_name(f".{final.name}.replaced")
-    if final.exists():
-        if aside.exists():
-            shutil.rmtree(aside)
+    if os.path.lexists(final):
+        _delete(aside)
         final.rename(aside)
         between()
     try:
@@ -229,8 +231,7 @@ def commit(place: Path, final: Path, between: Callable[[], None] = lambda: None)
         restore_replaced(final.parent, final.name)
         raise
     sync_directory(final.parent)
-    if aside.exists():
-        shutil.rmtree(aside, ignore_errors=True)
+    _delete(aside)
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -275,15 +276,18 @@ def _naming(path: Path) -> Iterator[None]:
 def prune(directory: str | Path, keep: int, *, dry_run: bool = False) -> list[str]:
     """Remove all complete checkpoints but the ``keep`` newest, and frozen weights that are not used.
 
-    The checkpoint that ``latest`` names stays. Frozen weights stay while a remaining directory refers to
-    them. All of them stay while a manifest cannot be read: a newer release may have written it. Returns
-    the names that were removed; with ``dry_run`` those that would be.
+    The checkpoint that ``latest`` names stays, and those that links in the directory refer to. Frozen
+    weights stay while a remaining directory refers to them. All of them stay while a manifest cannot be
+    read: a newer release may have written it. Returns the names that were removed; with ``dry_run`` those
+    that would be.
     """
     root = Path(directory)
     there = tags(root)
     stays = set(there[max(0, len(there) - keep) :])
     with contextlib.suppress(CheckpointError):
         stays.add(latest(root))
+    links = [path.resolve() for path in root.glob("*") if path.is_symlink()]
+    stays |= {path.name for path in links if path.parent == root.resolve()}
     removed = [tag for tag in there if tag not in stays]
     if not dry_run:
         for tag in removed:
@@ -314,9 +318,18 @@ def _frozen_in_use(root: Path, *, gone: Collection[str]) -> set[str] | None:
 def _remove(path: Path) -> None:
     """Rename it, then remove it: an interrupted removal must not look like a checkpoint."""
     gone = path.with_name(saving_name(path.name, "00000000"))
-    shutil.rmtree(gone, ignore_errors=True)
+    _delete(gone)
     path.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    _delete(gone)
+
+
+def _delete(path: Path) -> None:
+    """Remove a directory, if there is one; of a link, the link alone. Quiet if that is not possible."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def frozen_names(path: Path) -> set[str]:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.cli.stacks import RunArgument
-from zeroshard.cli.telling import AsJson, errors_told
+from zeroshard.cli.telling import AsJson, errors_told, note
 
 if TYPE_CHECKING:
     from zeroshard.watchdog.dead_run import DeadRun
@@ -18,7 +18,7 @@ def explain_command(run: RunArgument, as_json: AsJson = False) -> None:
     from zeroshard.watchdog.dead_run import explain_run, text_of
 
     with errors_told():
-        found = explain_run(find_run(run))
+        found = explain_run(find_run(run, note))
     print(json.dumps(_values(found), indent=1) if as_json else text_of(found))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from zeroshard.cli.telling import errors_told
+from zeroshard.cli.telling import errors_told, note
 
 
 def report_command(
@@ -33,7 +33,7 @@ def report_command(
 
     with errors_told():
         try:
-            folder = find_run(default_root() if run is None else run)
+            folder = find_run(default_root() if run is None else run, note)
         except FileNotFoundError as error:
             raise UsageError(str(error)) from error
         target = output or folder / "report.html"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zeroshard.cli.telling import AsJson, errors_told
+from zeroshard.cli.telling import AsJson, errors_told, note
 
 if TYPE_CHECKING:
     from zeroshard.watchdog.live_view import RankView, RunView
@@ -34,7 +34,7 @@ def stacks_command(
     from zeroshard.watchdog.live_view import view_run
 
     with errors_told():
-        folder = find_run(run)
+        folder = find_run(run, note)
         seen = view_run(folder, threads=all_threads, limit_s=timeout)
     if as_json:
         print(json.dumps({"run": str(folder), "store": seen.lost or "answered",

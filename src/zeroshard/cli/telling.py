@@ -25,6 +25,11 @@ def errors_told() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+def note(text: str) -> None:
+    """Print a line that is no part of the command's output."""
+    print(f"zeroshard: {text}", file=sys.stderr)
+
+
 def open_standard_streams() -> None:
     """Open the null device in place of standard streams that the caller has closed (``>&-``).
 

@@ -61,7 +61,7 @@ from zeroshard.comm.flight_recorder import (
     word_of,
     word_with,
 )
-from zeroshard.core.files import is_mine
+from zeroshard.core.files import for_this_user, is_mine
 from zeroshard.device.choice import ops_of
 from zeroshard.device.ops import DeviceOps, Event
 
@@ -533,7 +533,7 @@ class FrozenStack:
     def __init__(self, recording: Path) -> None:
         self._path = stack_file_of(recording)
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._file = open(self._path, "w", opener=_for_this_user)  # noqa: SIM115
+        self._file = open(self._path, "w", opener=for_this_user)  # noqa: SIM115
         self._owner = os.getpid()
 
     def arm(self, after_s: float) -> None:
@@ -606,16 +606,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _for_this_user(path: str, flags: int) -> int:
-    """An opener of files that no other user reads: names and lines of the program are inside."""
-    return os.open(path, flags, 0o600)
-
-
 def _open_recording(recording: Path | None, nbytes: int) -> mmap.mmap:
     if recording is None:
         return mmap.mmap(-1, nbytes)
     recording.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(recording, "wb+", opener=_for_this_user) as file:
+    with open(recording, "wb+", opener=for_this_user) as file:
         file.truncate(nbytes)
         return mmap.mmap(file.fileno(), nbytes)
 

@@ -49,6 +49,21 @@ def turn_direct(fd: int) -> bool:
     return direct
 
 
+def for_this_user(path: str, flags: int) -> int:
+    """An ``opener`` of files that no other user reads: names and lines of the program are inside."""
+    return os.open(path, flags, 0o600)
+
+
+def write_for_this_user(path: Path, content: str | bytes) -> None:
+    """Write a file that no other user reads.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with open(path, "wb", opener=for_this_user) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
 def is_mine(about: os.stat_result) -> bool:
     """Whether a file or directory belongs to this process's user; True where there are no users."""
     return not hasattr(os, "getuid") or about.st_uid == os.getuid()

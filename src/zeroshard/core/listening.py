@@ -6,11 +6,13 @@ A store of torch that opens its own socket listens on all interfaces.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
 from pathlib import Path
 
+_BACKLOG = 2048
 _LISTENS = "0A"  # the state in /proc/net/tcp
 
 
@@ -22,7 +24,34 @@ def listening_socket(host: str, port: int) -> socket.socket | None:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, address = found[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError:
+        return None
+
+
+def interface_socket(host: str, port: int) -> socket.socket | None:
+    """A socket that listens where other machines find ``host``, this machine. None: ``port`` is in use.
+
+    It listens on the interface of ``host``, but on all interfaces where others may know that by another
+    address: if the name has several or, as on Debian, 127.0.1.1, and if this machine does not have the
+    address itself.
+    """
+    with contextlib.suppress(socket.gaierror):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        places = {(family, str(address[0])) for family, *_, address in found}
+        ((family, address), *others) = places
+        if not others and (address == host or not ipaddress.ip_address(address).is_loopback):
+            try:
+                return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    return None
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(
+            ("", port), family=family, dualstack_ipv6=both, backlog=_BACKLOG
+        )
     except OSError:
         return None
 

@@ -24,6 +24,7 @@ from torch import nn
 from zeroshard.comm.env import RankInfo
 from zeroshard.config import LoadedConfig
 from zeroshard.config.resolve import WATCHERS
+from zeroshard.core.files import write_for_this_user
 from zeroshard.core.mesh import Mesh
 from zeroshard.launch.run_folder import make_run_folder
 from zeroshard.parallel.split import PipelineModel
@@ -169,6 +170,6 @@ def _written(folder: Path, what: str, content: Mapping[str, Any]) -> str:
     text = json.dumps(content, indent=1, default=str) + "\n"
     path = folder / f"plan-{what}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
     part = path.with_suffix(f".{os.getpid()}")  # other ranks write the same file
-    part.write_text(text, encoding="utf-8")
+    write_for_this_user(part, text)
     part.replace(path)
     return str(path)

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from zeroshard.core.files import for_this_user
 from zeroshard.engine.monitors import Worker
 from zeroshard.engine.sinks import Sink
 from zeroshard.engine.step_stream import StepEvent
@@ -43,7 +44,9 @@ class JsonLines(Sink):
 
     def open(self) -> None:
         """See :class:`Sink`."""
-        self._file = self._path().open("w", encoding="utf-8", buffering=1)  # by lines
+        self._file = open(  # noqa: SIM115 - until close()
+            self._path(), "w", encoding="utf-8", buffering=1, opener=for_this_user
+        )
 
     def write(self, line: Any) -> None:
         """Append one line. Numbers that are not finite become null."""

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -29,8 +29,6 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.elastic.utils.api import macros
 
 from zeroshard.errors import LaunchError
@@ -38,6 +36,13 @@ from zeroshard.launch.cgroup import (
     read_oom_counters,
     read_rss_nbytes,
     read_shm_nbytes,
+)
+from zeroshard.launch.common_store import (
+    LOOPBACK,
+    CommonStore,
+    HostsPlace,
+    store_of_hosts,
+    store_of_one_host,
 )
 from zeroshard.launch.cores import bound
 from zeroshard.launch.exit_report import (
@@ -50,7 +55,7 @@ from zeroshard.launch.exit_report import (
 from zeroshard.launch.kept_exit import keep_exit
 from zeroshard.launch.leftovers import remove_recordings
 from zeroshard.launch.orphan_reaper import OrphanReaper
-from zeroshard.launch.rendezvous import OneHostRendezvous
+from zeroshard.launch.rendezvous import StoreRendezvous
 from zeroshard.launch.run_folder import RUN_ID_VARIABLE, attempt
 from zeroshard.launch.streams import Streams
 from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerSupervisor
@@ -72,6 +77,7 @@ class NodeRun:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None  # None: a free port (one node only)
+    secret: str = field(default="", repr=False)  # of the hosts of the run; "": there is none
     attempt: str = "0"  # keeps the keys of a late process of an earlier attempt apart
     pass_local_rank_at: int | None = None  # position of ``--local_rank=N`` among the arguments
     env: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's environment
@@ -100,9 +106,11 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> ExitReport:
     streams = Streams(console.buffer, outputs, run.log_dir)
     reaper = OrphanReaper()
     watch = _Watch(run, streams, reaper)
+    opened = ExitStack()
     try:
         with _quiet_torch(run.verbose), _signals(prompt=run.num_nodes > 1):
-            _make_agent(run, watch, _Logs(scratch, streams, run.env)).run()
+            common = opened.enter_context(_common_store(run))
+            _make_agent(run, watch, _Logs(scratch, streams, run.env), common).run()
     except (SignalException, KeyboardInterrupt) as error:
         stopped_by = getattr(error, "sigval", signal.SIGINT)
         if not watch.started:
@@ -116,6 +124,7 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> ExitReport:
             streams.finish(release=True)
             raise _start_error(run, error) from error
     finally:
+        opened.close()  # the ranks have ended
         reaper.dismiss()
         run_id = run.env.get(RUN_ID_VARIABLE, os.environ.get(RUN_ID_VARIABLE, ""))
         remove_recordings(run_id, watch.ended_pids)
@@ -255,22 +264,27 @@ class _Logs(LogsSpecs):
         return str(self._scratch)
 
 
-def _make_agent(run: NodeRun, watch: _Watch, logs: _Logs) -> _Agent:
-    """An agent for one attempt. It uses a free port on a single node, unless ``master_port`` is given."""
-    address = run.master_addr or "127.0.0.1"
-    if run.num_nodes > 1:
-        parameters = RendezvousParameters(
-            backend="static",
-            endpoint=f"{address}:{run.master_port}",
-            run_id=f"zeroshard-{run.attempt}",
-            min_nodes=run.num_nodes,
-            max_nodes=run.num_nodes,
-            timeout=900,
-            rank=run.node_rank,
-        )
-        rendezvous = rendezvous_registry.get_rendezvous_handler(parameters)
-    else:
-        rendezvous = OneHostRendezvous(f"zeroshard-{run.attempt}", address, run.master_port or 0)
+@contextmanager
+def _common_store(run: NodeRun) -> Iterator[CommonStore]:
+    """A context with the store of one attempt. On one node its port is free, unless one is given.
+
+    Raises:
+        LaunchError: it cannot be opened, or reached.
+    """
+    if run.num_nodes == 1:
+        yield store_of_one_host(run.master_addr or LOOPBACK, run.master_port or 0)
+        return
+    assert run.master_addr is not None, "plan_launch() gives it for several nodes"
+    assert run.master_port is not None, "plan_launch() gives it for several nodes"
+    place = HostsPlace(run.master_addr, run.master_port, run.secret, run.node_rank == 0)
+    with store_of_hosts(place, await_hosts=run.num_nodes) as common:
+        yield common
+
+
+def _make_agent(run: NodeRun, watch: _Watch, logs: _Logs, common: CommonStore) -> _Agent:
+    """An agent for one attempt."""
+    name = f"zeroshard-{run.attempt}"
+    rendezvous = StoreRendezvous(name, common, run.node_rank, run.num_nodes)
     # torch expands $-templates in arguments. Only the local rank is meant as a template.
     arguments = [argument.replace("$", "$$") for argument in run.arguments]
     if run.pass_local_rank_at is not None:
@@ -286,9 +300,6 @@ def _make_agent(run: NodeRun, watch: _Watch, logs: _Logs) -> _Agent:
         rdzv_handler=rendezvous,
         max_restarts=0,
         monitor_interval=_TICK_S,
-        master_addr=address,
-        master_port=run.master_port,
-        local_addr=None if run.num_nodes > 1 else address,
     )
     return _Agent(spec, logs, watch)
 

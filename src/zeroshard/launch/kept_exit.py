@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from zeroshard.core.files import write_for_this_user
 from zeroshard.launch.exit_report import ExitReport
 from zeroshard.launch.run_folder import RUN_ID_VARIABLE, default_root, make_run_folder, run_id
 
@@ -45,7 +46,7 @@ def point_to(folder: Path, environ: Mapping[str, str]) -> None:
     if path is not None and folder.parent != path.parent:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.write_text(str(folder.resolve()))
+            write_for_this_user(path, str(folder.resolve()))
 
 
 def keep_exit(report: ExitReport, attempt: int, environ: Mapping[str, str]) -> None:
@@ -65,7 +66,8 @@ def keep_exit(report: ExitReport, attempt: int, environ: Mapping[str, str]) -> N
             attempt, host, time.time(), report.lines, report.root, report.consequence, report.trace,
             report.exitcode,
         )  # fmt: skip
-        (folder / f"exit-{host}-{attempt}.json").write_text(json.dumps(asdict(kept), indent=1))
+        path = folder / f"exit-{host}-{attempt}.json"
+        write_for_this_user(path, json.dumps(asdict(kept), indent=1))
 
 
 def read_exits(folder: Path, damaged: list[str]) -> list[KeptExit]:

@@ -253,7 +253,8 @@ def srun_words(
     ``master_addr``: the address of the first one; None: its name.
     """
     launcher = [*this_launcher(request.venv_script)]
-    launcher += ["--master_addr", master_addr or hosts[0].name]
+    if master_addr is not None or len(hosts) > 1:  # a single host meets on its loopback interface
+        launcher += ["--master_addr", master_addr or hosts[0].name]
     launcher += ["--master_port", str(port)]
     if nproc is not None:
         launcher += ["--nproc", str(nproc)]

@@ -32,7 +32,11 @@ from zeroshard.launch.mpi import mpirun_command
 from zeroshard.launch.options import LaunchRequest
 from zeroshard.launch.rank_env import (
     DEEPSPEED_ENVIRONMENT_NAME,
+    MASTER_VARIABLE,
+    SECRET_VARIABLE,
+    check_secret,
     exported,
+    new_secret,
     rank_defaults,
     read_exports,
     with_directory_first,
@@ -90,6 +94,7 @@ def launch(request: LaunchRequest, console: TextIO | None = None) -> int:
             program, [program, *arguments], {**os.environ, **defaults, **decision.env, **path}
         )
     if isinstance(decision, RunSrun):
+        os.environ |= new_secret(os.environ)  # srun passes the environment on
         if request.max_restarts:
             return restart_srun(request, decision, run_id=_run_id(), console=console)
         os.execvp(decision.command[0], list(decision.command))
@@ -103,6 +108,7 @@ def _run_nodes(
     request: LaunchRequest, decision: RunNodes, this_host: tuple[str, ...], console: TextIO
 ) -> int:
     env = {RUN_ID_VARIABLE: _run_id(), **exported(os.environ), **_exports_of_files()}
+    env |= new_secret(env)
     if decision.starter != "ssh":
         commands = commands_of(request, decision, env, this_host)
         hidden = hidden_names(env)
@@ -148,6 +154,8 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     if request.leash:
         os.environ.update(environment_of_parent())
         end_with_parent_pipe()
+    secret = check_secret(os.environ)
+    os.environ.pop(SECRET_VARIABLE, None)
     if here.num_nodes > 1 and here.master_addr is not None:
         check_address(here.master_addr, here.master_port)
     num_local = here.num_local or _visible_gpus()
@@ -159,7 +167,7 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
         shm_nbytes=read_shm_nbytes(),
     )
     if not request.quiet:
-        for text in (*warnings, *_shadow_warning(request)):
+        for text in (*warnings, *_shadow_warning(request), *_secret_warning(here, secret)):
             print(f"zeroshard: {text}", file=console)
     from zeroshard.launch.agent import NodeRun, run_node
 
@@ -178,6 +186,8 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     env |= with_directory_first(os.environ, request.as_deepspeed)
     if here.devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = here.devices
+    if here.num_nodes > 1 and here.master_addr is not None:
+        env[MASTER_VARIABLE] = here.master_addr
     node = NodeRun(
         program=program,
         arguments=tuple(arguments),
@@ -186,6 +196,7 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
         node_rank=here.node_rank,
         master_addr=here.master_addr,
         master_port=here.master_port,
+        secret=secret,
         attempt=os.environ.get(ATTEMPT_VARIABLE, "0"),
         pass_local_rank_at=_local_rank_at(request) if request.pass_local_rank else None,
         env=env,
@@ -270,6 +281,16 @@ def _shadow_warning(request: LaunchRequest) -> tuple[str, ...]:
         "instead of ZeroShard. Rename it."
         for found in (home / "deepspeed", home / "deepspeed.py")
         if found.exists()
+    )
+
+
+def _secret_warning(here: RunHere, secret: str) -> tuple[str, ...]:
+    if secret or here.num_nodes == 1 or here.node_rank:
+        return ()
+    return (
+        f"this run has no secret, so everyone who reaches {here.master_addr}:{here.master_port} can end "
+        f"it or send its ranks to other addresses. Set {SECRET_VARIABLE} to the same random text on all "
+        "hosts (docs/security.md).",
     )
 
 

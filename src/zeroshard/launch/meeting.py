@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TextIO
 
 from zeroshard.errors import LaunchError
@@ -30,7 +29,7 @@ from zeroshard.launch.launch_plan import RunHere
 from zeroshard.launch.next_ranks import Answers
 from zeroshard.launch.options import LaunchRequest
 from zeroshard.launch.restart import say
-from zeroshard.launch.restarting import check_port, host_of, on_slots
+from zeroshard.launch.restarting import host_of, on_slots
 from zeroshard.launch.run_folder import RUN_ID_VARIABLE
 from zeroshard.launch.team import Team
 from zeroshard.launch.usable import usable_slots
@@ -43,6 +42,7 @@ ARRIVE_S = 900.0
 BEAT_S, GONE_S = 2.0, 30.0
 ENDED_S = 300.0
 """Seconds that the ranks of other nodes have to end after those of node 0 have failed."""
+_ANSWER_S = 60.0
 _POLL_S = 0.1
 
 
@@ -105,11 +105,19 @@ def restart_together(
     """Run this node's part of all attempts. Returns the exit code of the last one.
 
     Raises:
-        LaunchError: node 0 is not there, or launchers do not arrive.
+        LaunchError: node 0 is not there or has another secret, or launchers do not arrive.
     """
-    meeting = Meeting(_open(here), here.node_rank, here.num_nodes)
+    from zeroshard.launch.common_store import HostsPlace, client_of, store_of_hosts
+
+    assert here.master_addr is not None, "plan_launch() gives it for several nodes"
+    assert here.master_port is not None, "plan_launch() gives it for several nodes"
+    place = HostsPlace(here.master_addr, here.master_port, node.secret, here.node_rank == 0)
     pulse = _Pulse()
-    with _beating(here, pulse):
+    with (
+        store_of_hosts(place) as common,
+        _beating(Meeting(client_of(common, _ANSWER_S), here.node_rank, here.num_nodes), pulse),
+    ):
+        meeting = Meeting(common.store, here.node_rank, here.num_nodes)
         meeting.write(f"hello/{here.node_rank}", list(host_of("", here, node).slots))
         node = replace(node, has_failed_elsewhere=pulse.failed.is_set)
         part = _Part(request, here, node, console, meeting, pulse)
@@ -151,6 +159,7 @@ class _Part:
                 part,
                 num_nodes=len(plan.slots),
                 node_rank=list(plan.slots).index(self.host.name),
+                master_addr=self.node.master_addr if len(plan.slots) > 1 else None,
                 master_port=plan.port,
                 attempt=str(number),
                 env={**part.env, **plan.env, **self._numbers(plan)},
@@ -347,10 +356,9 @@ class _Pulse:
 
 
 @contextlib.contextmanager
-def _beating(here: RunHere, pulse: _Pulse) -> Iterator[None]:
-    """A context in which a thread counts this node's beat up, with a connection of its own."""
+def _beating(meeting: Meeting, pulse: _Pulse) -> Iterator[None]:
+    """A context in which a thread counts this node's beat up. Nothing else uses this ``meeting``."""
     ended = threading.Event()
-    meeting = Meeting(_open(here, as_client=True), here.node_rank, here.num_nodes)
 
     def run() -> None:
         count = 0
@@ -369,30 +377,6 @@ def _beating(here: RunHere, pulse: _Pulse) -> Iterator[None]:
     finally:
         ended.set()
         thread.join(BEAT_S)
-
-
-def _open(here: RunHere, *, as_client: bool = False) -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    address, port = here.master_addr, here.master_port
-    assert address is not None, "plan_launch() gives it for several nodes"
-    assert port is not None, "plan_launch() gives it for several nodes"
-    serves = here.node_rank == 0 and not as_client
-    if serves:
-        check_port(port)
-    try:
-        return TCPStore(
-            address,
-            port,
-            is_master=serves,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=ARRIVE_S if not as_client else 60.0),
-        )
-    except Exception as error:
-        raise LaunchError(
-            f"node 0 ({address}, port {port}) does not answer. Start the command on node 0 too, and "
-            "check --master_addr and --master_port."
-        ) from error
 
 
 def _free_port() -> int:

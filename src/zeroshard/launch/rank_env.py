@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 
 from zeroshard.core.hidden import without_secrets
@@ -19,6 +20,12 @@ EXPORTED = (
 )
 ALSO_EXPORTED = "ZEROSHARD_EXPORT"
 """A variable with more such prefixes, separated by commas."""
+SECRET_VARIABLE = "ZEROSHARD_SECRET"
+"""What the launchers of the hosts of a run show each other (:mod:`zeroshard.launch.relay`). Ranks do not
+get it, since their launcher connects them."""
+MASTER_VARIABLE = "ZEROSHARD_MASTER_ADDR"
+"""Tells ranks the address of the first of several hosts: ``MASTER_ADDR`` is that of their own relay."""
+_SECRET_CHARACTERS = 16
 _EXPORTED_NAMES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "TOKENIZERS_PARALLELISM")
 
 
@@ -45,6 +52,31 @@ def variables_of_behaviour(env: Mapping[str, str] | None = None) -> dict[str, st
         for name, value in sorted((os.environ if env is None else env).items())
         if _BEHAVIOUR.match(name)
     }
+
+
+def check_secret(env: Mapping[str, str]) -> str:
+    """The secret that a user, or another launcher, has given the run; "": none.
+
+    Raises:
+        LaunchError: it is so short that it can be guessed.
+    """
+    secret = env.get(SECRET_VARIABLE, "")
+    if 0 < len(secret) < _SECRET_CHARACTERS:
+        raise LaunchError(
+            f"{SECRET_VARIABLE} has {len(secret)} characters, which others can guess. Give all launchers "
+            f"the same {_SECRET_CHARACTERS} random characters or more, such as those of `openssl rand "
+            "-hex 32`; leave it out where one command starts all hosts, which makes a secret itself."
+        )
+    return secret
+
+
+def new_secret(env: Mapping[str, str]) -> dict[str, str]:
+    """The variable with the secret of a run whose launchers one command starts: a new one if none is set.
+
+    Raises:
+        LaunchError: as :func:`check_secret`.
+    """
+    return {SECRET_VARIABLE: check_secret(env) or secrets.token_hex(32)}
 
 
 def rank_defaults(

@@ -27,6 +27,7 @@ from typing import TextIO
 from zeroshard.errors import LaunchError
 from zeroshard.launch.exit_report import EXIT_SURVIVOR, ExitReport, RankExit
 from zeroshard.launch.hosts import Host
+from zeroshard.launch.rank_env import SECRET_VARIABLE
 from zeroshard.launch.supervisor import (
     ShutdownTimeouts,
     WorkerProcess,
@@ -70,7 +71,7 @@ class NodeCommand:
 
 def hidden_names(env: Mapping[str, str]) -> list[str]:
     """The variables that may hold a secret, and stand in no command: ``ps`` shows those to everyone."""
-    return [name for name in env if not name.startswith(_SHOWN)]
+    return [name for name in env if name == SECRET_VARIABLE or not name.startswith(_SHOWN)]
 
 
 def node_commands(
@@ -92,16 +93,19 @@ def node_commands(
     options of :func:`~zeroshard.launch.mpi.mpi_flags`.
     """
     commands: list[NodeCommand] = []
+    if master_addr is None and len(hosts) > 1:  # a single host meets on its loopback interface
+        master_addr = hosts[0].name
     for rank, host in enumerate(hosts):
         numbers = {
             "--num_nodes": len(hosts),
             "--node_rank": rank,
             "--nproc": len(host.slots),
-            "--master_addr": master_addr or hosts[0].name,
+            "--master_addr": master_addr,
             "--master_port": master_port,
         }
         argv = [*launcher, "--no_ssh", *flags]
-        argv += [word for name, value in numbers.items() for word in (name, str(value))]
+        for name, value in numbers.items():
+            argv += [] if value is None else [name, str(value)]
         node_env = dict(env)
         if host.devices is not None:
             node_env["CUDA_VISIBLE_DEVICES"] = host.devices

@@ -82,8 +82,9 @@ def restart_nodes(
         asked = replace(request, each_rank_log=None if logs is None else str(logs))
         port = decision.master_port if request.master_port else decision.master_port + number
         attempt = replace(decision, hosts=team.now, master_port=port)
-        if team.now[0].name != decision.hosts[0].name:
-            asked = replace(asked, master_addr=None)  # it is the address of a host that is left out
+        if len(team.now) == 1 or team.now[0].name != decision.hosts[0].name:
+            # It is the address of a host that is left out, or one that no other host needs now.
+            asked = replace(asked, master_addr=None)
         commands = commands_of(asked, attempt, {**env, **team.env(number)}, this_host)
         return start_nodes(asked, commands, console)
 
@@ -112,7 +113,7 @@ def restart_srun(request: LaunchRequest, decision: RunSrun, *, run_id: str, cons
 
     def run(number: int) -> ExitReport:
         logs = team.log_dir(number)
-        is_first = team.now[0].name == hosts[0].name
+        is_first = team.now[0].name == hosts[0].name and len(team.now) > 1
         command = srun_words(
             replace(request, each_rank_log=None if logs is None else str(logs)),
             team.now,

@@ -19,7 +19,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from zeroshard.core.files import is_mine
@@ -92,8 +92,10 @@ def run_folder(dump_dir: str | None) -> Path:
 
 
 def make_run_folder(dump_dir: str | None) -> Path:
-    """Make :func:`run_folder`. In the default directory only the newest :data:`KEPT_RUNS` runs stay, and
-    those of which a process lives.
+    """Make :func:`run_folder`, which only this user can read.
+
+    In the default directory only the newest :data:`KEPT_RUNS` runs stay, and those of which a process
+    lives.
 
     Raises:
         OSError: it cannot be written.
@@ -102,17 +104,18 @@ def make_run_folder(dump_dir: str | None) -> Path:
     is_new = not folder.exists()
     if dump_dir is None:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if is_new and dump_dir is None:
         folder.parent.chmod(0o700)
         _remove_oldest(folder.parent)
     return folder
 
 
-def find_run(path: Path) -> Path:
+def find_run(path: Path, say: Callable[[str], None] = lambda _text: None) -> Path:
     """The folder of a run from what a user names: that folder, or a directory of such folders.
 
-    Of several runs the one that was written last.
+    Of several runs of this user the one that was written last. ``say`` gets a line if another user's run
+    in the directory is newer.
 
     Raises:
         FileNotFoundError: there is no run; the text says what was looked for.
@@ -121,13 +124,25 @@ def find_run(path: Path) -> Path:
         raise FileNotFoundError(f"{path} is not a directory. Give the folder of a run.")
     if _is_run(path):
         return path
-    runs = [each for each in path.iterdir() if each.is_dir() and _is_run(each)]
-    if not runs:
+    runs = [(each, each.stat()) for each in path.iterdir() if _is_run(each)]
+    own = [run for run in runs if is_mine(run[1])]
+    if runs and not own:
         raise FileNotFoundError(
-            f"{path} holds no run: no file of steps, ranks or hangs in it or in its folders. A run is "
-            "recorded in trust.dump_dir from its first step on, unless trust.report is false."
+            f"{path} holds no run of yours. It holds {len(runs)} of other users: give the folder of one."
         )
-    return max(runs, key=lambda each: each.stat().st_mtime)
+    if not own:
+        raise FileNotFoundError(
+            f"{path} holds no run: no file of steps, ranks or hangs in it or in its folders. A run "
+            "is recorded in trust.dump_dir from its first step on, unless trust.report is false."
+        )
+    found, about = max(own, key=lambda run: run[1].st_mtime)
+    newer = [run for run in runs if not is_mine(run[1]) and run[1].st_mtime > about.st_mtime]
+    if newer:
+        say(
+            f"{found.name} is your newest run in {path}. {len(newer)} newer ones of other users are left "
+            "out: give a folder to see one of them."
+        )
+    return found
 
 
 def _is_run(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.comm.host import Process
+from zeroshard.core.files import write_for_this_user
 from zeroshard.launch.run_folder import run_folder
 from zeroshard.watchdog.diagnosis import TORCH, Diagnosis, RankStatus, Wait, diagnose
 from zeroshard.watchdog.messages import Messages
@@ -191,8 +192,8 @@ class Inquiry:
         if not diagnosis.fatal and calls.clock.blocked_s < due:
             return False
         with contextlib.suppress(OSError):  # a full disk must not hide the diagnosis
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(_evidence(diagnosis, statuses))
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_for_this_user(path, _evidence(diagnosis, statuses))
         if not diagnosis.fatal:
             calls.report_due_s = calls.next_report_s()
             print(diagnosis.text, file=sys.stderr, flush=True)

@@ -43,7 +43,7 @@ from zeroshard.comm.env import (
 )
 from zeroshard.comm.host import hung_up, open_sockets, sibling_ranks
 from zeroshard.comm.recorder import PRESENCE, recording_dir
-from zeroshard.core.listening import listening_socket
+from zeroshard.core.listening import interface_socket, listening_socket
 from zeroshard.errors import LaunchError, RankLate, RankLost
 from zeroshard.launch.address import check_address
 from zeroshard.launch.cgroup import is_stopped
@@ -156,10 +156,10 @@ def _store(method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
             host, port, rank_info.rank, rank_info.world_size,
             timeout_s=timeout.total_seconds(), server="" if launcher_serves_store() else "rank 0",
         )  # fmt: skip
-    # The ranks of one host need no other interface. On several hosts the name of this one may mean
-    # 127.0.1.1 here, and another address there.
-    is_one_host = rank_info.local_world_size == rank_info.world_size
-    opened = listening_socket(host, port) if serves and is_one_host else None
+    opened = None
+    if serves:
+        is_one_host = rank_info.local_world_size == rank_info.world_size
+        opened = (listening_socket if is_one_host else interface_socket)(host, port)
     return TCPStore(
         host, port, rank_info.world_size, serves, timeout, wait_for_workers=False, multi_tenant=True,
         master_listen_fd=None if opened is None else opened.detach(),

@@ -7,6 +7,7 @@ answer from their own threads. No rank waits for the answers, and the keys are r
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import socket
 import time
@@ -92,8 +93,11 @@ def view_run(folder: Path, *, threads: bool = False, limit_s: float = 10.0) -> R
             _ask(call, file, here, threads, until_s, answers)
             states = call(lambda store: _states(store, file, answers), _RESERVE_S)
     except StoreLost as error:
-        lost = str(error)
+        elsewhere = _other_host(file, here)
+        lost = f"{error}{elsewhere}"
         if not answers and alive_here(file, here) is not True:
+            if elsewhere:
+                raise UsageError(f"the run of {folder} cannot be asked here: {lost}") from None
             raise UsageError(f"{_ended(folder)} ({lost})") from None
     views = [
         _view_of(peer, answers[rank])
@@ -120,6 +124,21 @@ def _ranks_of(folder: Path) -> RanksFile:
             f"{folder} has no {RANKS}. Rank 0 writes it on its host when the first engine, or model "
             "under zero.Init, opens its connections: with several ranks, if trust.watchdog is true."
         ) from None
+
+
+def _other_host(file: RanksFile, here: Process) -> str:
+    """Where the store can be reached, if that is another host alone; else ""."""
+    first = file.peers[min(file.peers)]
+    if file.store.kind != "tcp" or first.is_on(here) or not _is_loopback(file.store.host):
+        return ""
+    host = first.process.host
+    return f"; only host {host}, where rank {first.rank} ran, reaches it: run the command there"
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _ended(folder: Path) -> str:

@@ -28,6 +28,7 @@ from pathlib import Path
 from zeroshard.comm.flight_recorder import FlightRecording, read_recording
 from zeroshard.comm.host import Process
 from zeroshard.comm.recorder import PRESENCE
+from zeroshard.core.files import write_for_this_user
 from zeroshard.errors import UsageError
 from zeroshard.launch.kept_exit import point_to
 from zeroshard.launch.run_folder import make_run_folder, run_folder
@@ -89,7 +90,7 @@ def write_ranks(dump_dir: str | None, file: RanksFile) -> None:
             "ranks": [asdict(peer) for _, peer in sorted(file.peers.items())],
         }
         draft = folder / f"{RANKS}.{os.getpid()}.tmp"
-        draft.write_text(json.dumps(found))
+        write_for_this_user(draft, json.dumps(found))
         draft.replace(folder / RANKS)
         if dump_dir:
             point_to(folder, os.environ)
@@ -135,15 +136,17 @@ def keep_recordings(dump_dir: str | None, peer: Peer, reason: str, *, by: int) -
         if not files:
             return
         make_run_folder(dump_dir)
-        target.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        target.mkdir(mode=0o700, exist_ok=True)
         for file in files:
-            (target / f"{file.name}{_SUFFIX}").write_bytes(gzip.compress(file.read_bytes(), 1))
+            packed = gzip.compress(file.read_bytes(), 1)
+            write_for_this_user(target / f"{file.name}{_SUFFIX}", packed)
         stack = _text_of(peer.stack_file)
         end = {
             "rank": peer.rank, "process": asdict(peer.process), "reason": reason, "by": by,
             "at": time.time(), "host": socket.gethostname(), "stack": stack,
         }  # fmt: skip
-        (target / _END).write_text(json.dumps(end))
+        write_for_this_user(target / _END, json.dumps(end))
 
 
 @dataclass(frozen=True)
