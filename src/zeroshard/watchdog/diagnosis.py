@@ -332,8 +332,11 @@ class _Case:
         # First the ranks that wait outside collectives: they more likely took the wrong branch.
         places = self._places(ring)
         places.sort(key=lambda group: _in_collective(group[1][0], self.label))
-        alone = [w.rank for w in places[0][1]]
         others = [w.rank for _, group in places[1:] for w in group]
+        # Of two groups of equal size, neither is presumed wrong.
+        fewest = min(len(group) for _, group in places)
+        odd = [group for _, group in places if len(group) == fewest]
+        named = [w.rank for w in (odd[0] if len(odd) == 1 else ring)]
         # What the program's own call waits for is only presumed, so it gets more time.
         fatal = not any(map(_is_torch, ring)) or (
             min(w.blocked_s for w in ring) >= 0.9 * self.limits.stuck_s
@@ -345,7 +348,7 @@ class _Case:
             "  Fix: make that call on every rank, not on one alone; every rank must send its part."
             + ended,
         ]
-        return self._diagnosis("RankDivergence", fatal, alone, lines)
+        return self._diagnosis("RankDivergence", fatal, named, lines)
 
     def lost(self, lost: list[RankStatus]) -> Diagnosis:
         first = lost[0]
