@@ -338,6 +338,16 @@ def test_a_skipped_unit_is_named_with_the_way_out():
     assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankDivergence", True, (6, 7))
 
 
+def test_a_layer_of_a_tensor_group_has_no_key_that_lets_ranks_skip_it():
+    forward, backward = (
+        ("all_reduce", f"{what} of a layer", 64, "float32") for what in ("out", "in")
+    )
+    whole = [forward, forward, backward]
+    diagnosis = judged(status(0, whole), status(1, [forward, backward]))
+    assert "Rank 1 skipped 'out of a layer'." in diagnosis.text
+    assert diagnosis.text.endswith("  Fix: let every rank run it.")
+
+
 def test_of_two_ranks_neither_is_accused():
     diagnosis = judged(status(0, gathers("a")), status(1, gathers("b")))
     assert diagnosis.ranks == (0, 1)

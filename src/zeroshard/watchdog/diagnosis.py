@@ -318,9 +318,11 @@ class _Case:
                         f"{_cap(rank_ranges(who))} reached {skipped.name!r} later.",
                         "Fix: run the modules in the same order on every rank.",
                     )
+                # Only units are gathered; the layers of a tensor group are no units.
+                may = f"{_conditional(skipped)}, or " if skipped.op == "all_gather" else ""
                 return (
                     f"{_cap(rank_ranges(who))} skipped {skipped.name!r}{_at(by_rank[who[0]])}.",
-                    f"Fix: {_conditional(skipped)}, or let every rank run it.",
+                    f"Fix: {may}let every rank run it.",
                 )
         fix = "Fix: run the same modules in the same order on every rank"
         if first.op == second.op == "all_gather":
