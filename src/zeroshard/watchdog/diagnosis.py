@@ -63,7 +63,8 @@ class RankStatus:
     ``stack``: where the main thread is, on one line. ``stacks``: all threads in full, for the file.
     ``phase``: what the program does there (``forward``, ``save``...). ``wait``: what it is blocked in.
     ``reached``: the number of its calls, by label of the sequence. ``failed``: what a call of this step
-    ended with on this rank, whose program goes on.
+    ended with on this rank, whose program goes on. ``frozen_s``: for how long it can have stood still;
+    None: as long as others have waited.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class RankStatus:
     wait: Wait | None = None
     reached: Mapping[str, int] = field(default_factory=dict)
     failed: str = ""
+    frozen_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -372,7 +374,9 @@ class _Case:
         return self._diagnosis("RankLost", True, [w.rank for w in lost], lines)
 
     def frozen(self, frozen: list[RankStatus]) -> Diagnosis:
-        fatal = self.blocked_s >= self.limits.frozen_verdict_s
+        # A rank that was late for long may be frozen since a moment ago.
+        stood_s = max(self.blocked_s if w.frozen_s is None else w.frozen_s for w in frozen)
+        fatal = min(stood_s, self.blocked_s) >= self.limits.frozen_verdict_s
         lines = [
             f"  {rank_ranges([w.rank])}{_host(w)}: {w.detail or 'does not answer'}{_last(w)}"
             for w in frozen[:2]
