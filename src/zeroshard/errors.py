@@ -113,5 +113,10 @@ ENDED, CLOSED = "ended its program", "closed its engine"
 
 
 def in_short(error: BaseException) -> str:
-    """Type and message of an error on one line of at most 600 characters, to send to other ranks."""
+    """Type and message of an error on one line of at most 600 characters, to send to other ranks.
+
+    ``sys.exit(0)`` is no error: it ends the program.
+    """
+    if isinstance(error, SystemExit) and not error.code:
+        return ENDED
     return " ".join(f"{type(error).__name__}: {error}".split())[:600]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,11 @@ def stop_for(seconds: float) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def run(folder: Path, phase: str, frozen_s: float) -> tuple[str, str]:
-    """Name and text of the error of a call before which rank 1 is stopped; empty if there is none."""
+def run(folder: Path, phase: str, frozen_s: float, late_s: float = 0.0) -> tuple[str, str]:
+    """Name and text of the error of a call before which rank 1 is stopped; empty if there is none.
+
+    ``late_s``: how long it works before that.
+    """
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -53,7 +57,8 @@ def run(folder: Path, phase: str, frozen_s: float) -> tuple[str, str]:
         engine.step()
         engine.save_checkpoint(folder, "a")
         if dist.get_rank() == 1:
-            stop_for(PAUSE_S)
+            time.sleep(late_s)
+            stop_for(PAUSE_S if late_s == 0.0 else frozen_s / 2)
         PHASES[phase](engine, folder)
         engine.backward(engine(torch.ones(2, 8)).sum())
         engine.step()
@@ -76,3 +81,8 @@ def test_a_longer_pause_names_the_rank_that_was_stopped(tmp_path, phase):
         assert name == "RankFrozen", text
         assert text.splitlines()[1].startswith("  rank 1 ("), text
         assert "is stopped by a signal" in text
+
+
+def test_a_rank_that_was_late_for_longer_may_be_stopped_for_a_while(tmp_path):
+    """The others have waited for longer than ``frozen_s``, but the rank has stood still for less."""
+    assert run_ranks(run, 2, tmp_path, "save", 3.0, 5.0, timeout=90) == [("", "")] * 2

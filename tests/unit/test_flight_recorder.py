@@ -338,6 +338,16 @@ def test_a_skipped_unit_is_named_with_the_way_out():
     assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankDivergence", True, (6, 7))
 
 
+def test_a_layer_of_a_tensor_group_has_no_key_that_lets_ranks_skip_it():
+    forward, backward = (
+        ("all_reduce", f"{what} of a layer", 64, "float32") for what in ("out", "in")
+    )
+    whole = [forward, forward, backward]
+    diagnosis = judged(status(0, whole), status(1, [forward, backward]))
+    assert "Rank 1 skipped 'out of a layer'." in diagnosis.text
+    assert diagnosis.text.endswith("  Fix: let every rank run it.")
+
+
 def test_of_two_ranks_neither_is_accused():
     diagnosis = judged(status(0, gathers("a")), status(1, gathers("b")))
     assert diagnosis.ranks == (0, 1)
@@ -409,13 +419,26 @@ def meets(seen: RankStatus, label: str, seq: int, what: str, **known) -> RankSta
 def test_ranks_that_wait_for_each_other_in_two_sequences_end_the_run():
     saves = meets(status(0, gathers("embed"), waits=False), CONTROL, 3, "meeting 'planning it'")
     diagnosis = judged(saves, status(1, gathers("embed", "layers.0"), phase="forward"))
-    assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankDivergence", True, (0,))
+    assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankDivergence", True, (0, 1))
     assert diagnosis.text.splitlines()[1:] == [
         "  rank 0: waiting in meeting 'planning it'",
         "  rank 1: waiting in gather 'layers.0' (#2) in forward",
         "  Neither can continue: rank 1 did not make that call.",
         "  Fix: make that call on every rank, not on one alone; every rank must send its part.",
     ]
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_of_three_ranks_the_one_that_is_elsewhere_is_named(odd):
+    """It may be the only one that saves, or the only one that does not."""
+
+    def seen(rank: int) -> RankStatus:
+        if (rank == odd) == (odd == 0):
+            saver = status(rank, gathers("embed"), waits=False)
+            return meets(saver, CONTROL, 3, "meeting 'planning it'")
+        return status(rank, gathers("embed", "layers.0"), phase="forward")
+
+    assert judged(*map(seen, range(3))).ranks == (odd,)
 
 
 def test_a_rank_that_waits_in_a_call_that_is_over_here_may_still_come():
@@ -471,7 +494,7 @@ def test_a_call_of_the_programs_own_gets_more_time(blocked_s, fatal):
         blocked_s=blocked_s, phase="save", stack="accelerator.py:9 save_state < train.py:8 main",
     )  # fmt: skip
     diagnosis = judged(barrier, status(1, gathers("a", "b"), blocked_s=blocked_s))
-    assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankDivergence", fatal, (0,))
+    assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankDivergence", fatal, (0, 1))
     assert (
         "  rank 0: waiting in torch.distributed.barrier in save "
         "(accelerator.py:9 save_state < train.py:8 main)"

@@ -102,6 +102,19 @@ def test_a_stopped_rank_that_is_left_alone_is_killed_after_a_minute(fake):
     assert [death.frozen for death in fake.supervisor.deaths] == [False, True]
 
 
+def test_the_minute_begins_when_all_others_have_ended(fake):
+    """A rank that was stopped for almost as long as it may be must not be killed then."""
+    fake.stopped = {1}
+    for at_s in range(55):
+        fake.tick(at_s)
+    fake.ranks[0].code = 0
+    for at_s in range(55, 115):
+        fake.tick(at_s)
+    assert fake.sent == []
+    fake.tick(116)
+    assert fake.sent == [(1, signal.SIGKILL)]
+
+
 def test_deaths_carry_the_time_at_which_they_were_seen(fake):
     fake.ranks[1].code = 3
     fake.tick(7)

@@ -162,6 +162,13 @@ def test_a_newer_run_of_another_user_is_left_out_and_said(tmp_path, monkeypatch)
         find_run(tmp_path)
 
 
+def test_the_report_of_a_launcher_alone_is_a_run(tmp_path):
+    """Its ranks ended before they joined."""
+    (tmp_path / "run1").mkdir()
+    (tmp_path / "run1" / "exit-node1-0.json").touch()
+    assert find_run(tmp_path) == tmp_path / "run1"
+
+
 @pytest.mark.parametrize("name", ["nothing", "file", "empty"])
 def test_what_is_no_run_is_said(tmp_path: Path, name: str):
     (tmp_path / "file").touch()

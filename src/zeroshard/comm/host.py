@@ -60,6 +60,18 @@ def fate_of(process: Process, here: Process) -> tuple[str, str]:
     return "runs", ""
 
 
+def times_run(process: Process, here: Process) -> int:
+    """How often the main thread of a process has been put on a core or taken off; 0 if not known.
+
+    It does not change while a signal has stopped the process.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        if process.space == here.space and process.space:
+            lines = (_PROC / str(process.pid) / "status").read_text().splitlines()
+            return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+    return 0
+
+
 def sibling_ranks() -> dict[int, int]:
     """Global rank -> process number of the ranks that run below this process's parent, a launcher.
 

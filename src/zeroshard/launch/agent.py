@@ -352,11 +352,12 @@ def _error_file(scratch: Path, rank: int) -> Path:
 def _print(report: ExitReport, streams: Streams, console: TextIO) -> None:
     for line in report.lines:
         print(f"zeroshard: {line}", file=console)
-    if report.root is not None and report.trace:
-        if streams.shown(report.root):
-            print(f"zeroshard: the traceback of rank {report.root} is above.", file=console)
+    rank = report.root if report.trace_rank is None else report.trace_rank
+    if rank is not None and report.trace:
+        if streams.shown(rank):
+            print(f"zeroshard: the traceback of rank {rank} is above.", file=console)
         else:
-            print(f"--- rank {report.root}\n{report.trace}", file=console)
+            print(f"--- rank {rank}\n{report.trace}", file=console)
     console.flush()
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroshard.errors import CLOSED, ENDED, EXIT_DIAGNOSIS
+from zeroshard.launch.blame import Blame, blame_of, last_diagnosis
 from zeroshard.launch.cgroup import OomCounters
 from zeroshard.launch.traces import Trace, last_trace, trace_of_error_file
 from zeroshard.memory.host_limits import gib
@@ -23,7 +24,7 @@ EXIT_SURVIVOR = 76  # exit code of a rank that ends itself because it lost its p
 _LOST_PEER = re.compile(
     r"Connection (?:closed by peer|reset by peer|refused)|Broken pipe|Socket closed|RankLost"
     r"|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|DistNetworkError"
-    r"|Socket Timeout|failed to recv|connectFullMesh"
+    r"|Socket Timeout|failed to recv|connectFullMesh|Timed out waiting \d+ms"
 )
 _PYTHONS_OWN = re.compile(r"(?:Connection\w*|BrokenPipe|OS|EOF|Timeout|Interrupted)Error\b")
 """Errors of Python's own sockets and pipes, which a program has of its own too."""
@@ -33,6 +34,7 @@ _GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _WANTS_GPU = re.compile(r"support bf16/gpu|(?:fp16|bf16) mixed precision requires")
 _USE_CPU = "there is no GPU here, and the program needs one: start it with `--use_cpu true`"
 _FROZEN_PEER = re.compile(r"(?:[\w.]+\.)?RankFrozen\b")  # a verdict on another rank, not a cause
+_VERDICT = re.compile(r"(?:[\w.]+\.)?Rank(?:Late|Divergence)\b")
 _LEFT = re.compile(rf"^ *rank (\d+)\b[^:\n]*: left: (?:{ENDED}|{CLOSED})", re.MULTILINE)
 _FROZEN = "was stopped by a signal (SIGSTOP); when other ranks had ended, the launcher killed it"
 
@@ -78,15 +80,27 @@ class ExitReport:
     root: int | None
     trace: str
     exitcode: int
+    trace_rank: int | None = None  # whose trace it is; None: that of the root
     consequence: bool = False  # the root, too, is a consequence of a failure on another node
     interrupted: bool = False  # the user asked the launcher to stop
 
 
-def explain_exit(death: RankExit, kernel: KernelCounters) -> ExitCause:
-    """Explain one exit code by what the rank wrote and what the kernel counted."""
-    trace = trace_of_error_file(death.error_file) or last_trace(death.stderr)
+def explain_exit(death: RankExit, kernel: KernelCounters, said: Blame | None = None) -> ExitCause:
+    """Explain one exit code by what the rank wrote and what the kernel counted.
+
+    ``said``: what the diagnosis of all ranks says, if a rank ended with one.
+    """
+    trace = _trace(death)
     if death.frozen:
         return ExitCause(death, _FROZEN, False, None)
+    if said is not None and (death.stopped or _is_told(death, trace)):
+        if death.rank in said.ranks:
+            end = "was stopped by the launcher" if death.stopped else f"exit code {death.exitcode}"
+            return ExitCause(death, f"{said.what} ({end})", False, trace)
+        if not death.stopped:
+            headline = trace.headline if trace else "the diagnosis is in its output"
+            what = f"gave up: {headline} (exit code {death.exitcode})"
+            return ExitCause(death, what, True, trace)
     if death.stopped:
         return ExitCause(death, "was stopped by the launcher", True, None)
     if death.exitcode < 0:
@@ -99,7 +113,9 @@ def explain_exit(death: RankExit, kernel: KernelCounters) -> ExitCause:
         return ExitCause(death, f"lost its peers (exit code 76){headline}", True, trace)
     if death.exitcode == EXIT_DIAGNOSIS:
         what = f"was stopped by ZeroShard's watchdog (exit code 75){headline}"
-        return ExitCause(death, what, trace is not None and bool(_lost_peer(trace)), trace)
+        followed = last_diagnosis(death.stderr).startswith(("RankFrozen", "RankLost"))
+        followed = followed if trace is None else bool(_lost_peer(trace))
+        return ExitCause(death, what, followed, trace)
     if trace is None:
         what = f"exited with code {death.exitcode} and left no traceback"
         return ExitCause(death, what, False, None)
@@ -112,6 +128,28 @@ def explain_exit(death: RankExit, kernel: KernelCounters) -> ExitCause:
     if _WANTS_GPU.search(trace.headline):
         what += f"; {_USE_CPU}"
     return ExitCause(death, what, False, trace)
+
+
+def _trace(death: RankExit) -> Trace | None:
+    return trace_of_error_file(death.error_file) or last_trace(death.stderr)
+
+
+def _is_told(death: RankExit, trace: Trace | None) -> bool:
+    """Whether a rank ended with a diagnosis that is not about the end of another one."""
+    if trace is not None:
+        return _VERDICT.match(trace.headline) is not None
+    return death.exitcode == EXIT_DIAGNOSIS
+
+
+def _first_blame(deaths: Sequence[RankExit]) -> tuple[Blame | None, ExitCause | None]:
+    """What the first of these ranks that ended with a diagnosis says in it."""
+    for death in deaths:
+        trace = _trace(death) if death.exitcode > 0 and not death.stopped else None
+        if death.exitcode > 0 and not death.stopped and _is_told(death, trace):
+            said = blame_of(trace.text if trace is not None else death.stderr)
+            if said is not None:
+                return said, ExitCause(death, "", True, trace)
+    return None, None
 
 
 def _lost_peer(trace: Trace) -> str:
@@ -142,7 +180,8 @@ def build_report(
     run. ``saved``: the ranks had time to save then, and ended without an error.
     """
     ordered = sorted(deaths, key=lambda death: (death.at_s, death.rank))
-    failed = [explain_exit(death, kernel) for death in ordered if death.exitcode != 0]
+    said, teller = _first_blame(ordered)
+    failed = [explain_exit(death, kernel, said) for death in ordered if death.exitcode != 0]
     if interrupted is not None and saved:
         ranks = _ranks([d.rank for d in ordered])
         text = f"{ranks} ended with exit code 0 after {interrupted.name}."
@@ -162,19 +201,23 @@ def build_report(
         # An interpreter that ends takes longer than the news that its rank has left.
         if death.exitcode == 0 and (death.at_s < root.death.at_s or death.rank in named)
     ]
-    if root.consequence and early:  # nobody failed before them
+    is_early = root.consequence and bool(early)  # nobody failed before them
+    if is_early:
         lines = [f"{_ranks(early)} ended with exit code 0 while others still waited for it."]
         causes, folded = [], [*causes, *folded]
     else:
         lines = [f"{who} {what}." for who, what in _grouped(causes)]
     lines += [f"{who} followed: {what}." for who, what in _grouped(folded)]
-    code = root.death.exitcode
+    # A rank that the launcher stopped has no exit code of its own.
+    code = (failed[0] if root.death.stopped else root).death.exitcode
+    shown = root if root.trace is not None or teller is None else teller
     return ExitReport(
         lines=tuple(lines),
-        root=root.death.rank,
-        trace=root.trace.text if root.trace else "",
+        root=early[0] if is_early else root.death.rank,
+        trace=shown.trace.text if shown.trace else "",
+        trace_rank=shown.death.rank,
         exitcode=code if code > 0 else 128 - code,
-        consequence=root.consequence,
+        consequence=root.consequence and not is_early,
     )
 
 

@@ -237,6 +237,12 @@ class LaunchRequest:
         passed_on=True,
         help="Seconds between the request to stop and SIGKILL.",
     )
+    alone_s: float = _option(
+        ShutdownTimeouts().alone_s,
+        "--alone-s",
+        passed_on=True,
+        help="Seconds that ranks which a signal has stopped have to go on when all others have ended.",
+    )
     preempt_save_s: float = _option(
         0.0,
         "--preempt-save-s",
@@ -265,7 +271,7 @@ class LaunchRequest:
 
     @property
     def timeouts(self) -> ShutdownTimeouts:
-        return ShutdownTimeouts(self.grace_s, self.stop_s, self.preempt_save_s)
+        return ShutdownTimeouts(self.grace_s, self.stop_s, self.preempt_save_s, self.alone_s)
 
     @property
     def verbose(self) -> bool:

@@ -146,7 +146,7 @@ def find_run(path: Path, say: Callable[[str], None] = lambda _text: None) -> Pat
 
 
 def _is_run(folder: Path) -> bool:
-    patterns = ("steps-*.jsonl", "ranks*.json", "hang-*.json")
+    patterns = ("steps-*.jsonl", "ranks*.json", "hang-*.json", "exit-*.json")
     return folder.is_dir() and any(
         next(folder.glob(pattern), None) is not None for pattern in patterns
     )

@@ -103,6 +103,7 @@ class WorkerSupervisor:
         self._say = say
         self._look_s = 0.0
         self._stopped_s: dict[int, float] = {}  # rank -> when it was first seen stopped
+        self._alone_since_s: float | None = None  # all that are left are stopped since then
         self._named: set[int] = set()  # stopped ranks that the user was told of
         self._frozen: set[int] = set()  # ranks that were killed because a signal had stopped them
         self._deadline_s = float("inf")
@@ -212,8 +213,13 @@ class WorkerSupervisor:
                     f"rank {rank} is stopped by a signal, and the others wait for it: `kill -CONT {pid}` "
                     "lets it go on."
                 )
-        longest_s = now_s - min(self._stopped_s.values(), default=now_s)
-        if stopped == set(self._alive) and longest_s >= self._patience.alone_s:
+        if not stopped or stopped != set(self._alive):
+            self._alone_since_s = None
+            return
+        # Not from the stop on: a rank may be stopped for almost this long while others still run.
+        if self._alone_since_s is None:
+            self._alone_since_s = now_s
+        if now_s - self._alone_since_s >= self._patience.alone_s:
             self._kill_frozen()
 
     def _kill_frozen(self) -> None:

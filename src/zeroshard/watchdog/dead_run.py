@@ -113,9 +113,9 @@ def explain_run(folder: Path) -> DeadRun:
     evidence += [f"exit-{each.host}-{each.attempt}.json" for each in exits]
     main = {rank: _main_flight(end.flights) for rank, end in ends.items()}
     newest = max((flight.seq for flight in main.values() if flight), default=0)
-    hang = (
-        hangs[-1] if hangs and hangs[-1].seq >= newest else None
-    )  # the run went on after older ones
+    # A fatal diagnosis ended the run. After others it may have gone on, with calls of higher numbers.
+    is_last = bool(hangs) and (hangs[-1].diagnosis.fatal or hangs[-1].seq >= newest)
+    hang = hangs[-1] if is_last else None
     statuses = {rank: _status_of(rank, end) for rank, end in ends.items()}
     if hang is not None:
         seen = [w if w.answered else replace(w, flight=settled(w.flight)) for w in hang.statuses]

@@ -63,7 +63,8 @@ class RankStatus:
     ``stack``: where the main thread is, on one line. ``stacks``: all threads in full, for the file.
     ``phase``: what the program does there (``forward``, ``save``...). ``wait``: what it is blocked in.
     ``reached``: the number of its calls, by label of the sequence. ``failed``: what a call of this step
-    ended with on this rank, whose program goes on.
+    ended with on this rank, whose program goes on. ``frozen_s``: for how long it can have stood still;
+    None: as long as others have waited.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class RankStatus:
     wait: Wait | None = None
     reached: Mapping[str, int] = field(default_factory=dict)
     failed: str = ""
+    frozen_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -318,9 +320,11 @@ class _Case:
                         f"{_cap(rank_ranges(who))} reached {skipped.name!r} later.",
                         "Fix: run the modules in the same order on every rank.",
                     )
+                # Only units are gathered; the layers of a tensor group are no units.
+                may = f"{_conditional(skipped)}, or " if skipped.op == "all_gather" else ""
                 return (
                     f"{_cap(rank_ranges(who))} skipped {skipped.name!r}{_at(by_rank[who[0]])}.",
-                    f"Fix: {_conditional(skipped)}, or let every rank run it.",
+                    f"Fix: {may}let every rank run it.",
                 )
         fix = "Fix: run the same modules in the same order on every rank"
         if first.op == second.op == "all_gather":
@@ -332,8 +336,11 @@ class _Case:
         # First the ranks that wait outside collectives: they more likely took the wrong branch.
         places = self._places(ring)
         places.sort(key=lambda group: _in_collective(group[1][0], self.label))
-        alone = [w.rank for w in places[0][1]]
         others = [w.rank for _, group in places[1:] for w in group]
+        # Of two groups of equal size, neither is presumed wrong.
+        fewest = min(len(group) for _, group in places)
+        odd = [group for _, group in places if len(group) == fewest]
+        named = [w.rank for w in (odd[0] if len(odd) == 1 else ring)]
         # What the program's own call waits for is only presumed, so it gets more time.
         fatal = not any(map(_is_torch, ring)) or (
             min(w.blocked_s for w in ring) >= 0.9 * self.limits.stuck_s
@@ -345,7 +352,7 @@ class _Case:
             "  Fix: make that call on every rank, not on one alone; every rank must send its part."
             + ended,
         ]
-        return self._diagnosis("RankDivergence", fatal, alone, lines)
+        return self._diagnosis("RankDivergence", fatal, named, lines)
 
     def lost(self, lost: list[RankStatus]) -> Diagnosis:
         first = lost[0]
@@ -367,7 +374,9 @@ class _Case:
         return self._diagnosis("RankLost", True, [w.rank for w in lost], lines)
 
     def frozen(self, frozen: list[RankStatus]) -> Diagnosis:
-        fatal = self.blocked_s >= self.limits.frozen_verdict_s
+        # A rank that was late for long may be frozen since a moment ago.
+        stood_s = max(self.blocked_s if w.frozen_s is None else w.frozen_s for w in frozen)
+        fatal = min(stood_s, self.blocked_s) >= self.limits.frozen_verdict_s
         lines = [
             f"  {rank_ranges([w.rank])}{_host(w)}: {w.detail or 'does not answer'}{_last(w)}"
             for w in frozen[:2]

@@ -12,11 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zeroshard.comm.host import Process
+from zeroshard.comm.host import Process, times_run
 from zeroshard.core.files import write_for_this_user
 from zeroshard.launch.run_folder import run_folder
 from zeroshard.watchdog.diagnosis import TORCH, Diagnosis, RankStatus, Wait, diagnose
@@ -34,8 +34,22 @@ from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import TrackedCalls
 
 POLL_S = 0.02
+_FROZEN = frozenset({"stopped", "waits", "silent"})
+"""Fates of ranks that run no Python."""
 _NOT_HERE = "has not reached ZeroShard yet: no initialize, no zero.Init. Look at its output"
 _IDLE = "does not use ZeroShard now; its engine and its models are closed. Look at its output"
+
+
+@dataclass
+class _Standstill:
+    """A rank that was seen frozen: since when at most, when it was last seen, and how often it had run.
+
+    ``runs``: of :func:`~zeroshard.comm.host.times_run`; None: another rank saw it.
+    """
+
+    since_s: float
+    seen_s: float
+    runs: int | None
 
 
 @dataclass(eq=False)
@@ -51,6 +65,8 @@ class Inquiry:
     here: Process
     messages: Messages
     stop: threading.Event
+    _standing: dict[int, _Standstill] = field(default_factory=dict)
+    _answered_s: dict[int, float] = field(default_factory=dict)  # when a rank was last seen to run
 
     def ask(
         self,
@@ -89,6 +105,44 @@ class Inquiry:
             if rank != self.rank and (rank in calls.peers or rank in self.messages.peers):
                 seen.append(status_from_host(self._known(rank, calls), self.here, asked=False))
         return self._judge(calls, sorted(seen, key=lambda status: status.rank), settings)[0]
+
+    def note(self, diagnosis: Diagnosis, blocked_s: float) -> None:
+        """Note which ranks another rank has seen frozen, and that all others ran.
+
+        ``blocked_s``: how long this rank has waited in the calls that the question was about.
+        """
+        now_s = time.monotonic()
+        frozen = set(diagnosis.ranks) if diagnosis.kind == "RankFrozen" else set()
+        for rank in self.ranks:
+            if rank in frozen:
+                since_s = self._answered_s.get(rank, now_s - blocked_s)
+                self._standing.setdefault(rank, _Standstill(since_s, now_s, None))
+            else:
+                self._standing.pop(rank, None)
+                self._answered_s[rank] = now_s
+
+    def _with_standstill(
+        self, status: RankStatus, calls: TrackedCalls, begun_s: float, now_s: float
+    ) -> RankStatus:
+        """The status with :attr:`~.diagnosis.RankStatus.frozen_s`. ``begun_s``: when this wait began.
+
+        A rank that was late for an hour must not count as frozen for an hour when it is stopped then.
+        """
+        rank = status.rank
+        known = self._standing.pop(rank, None)
+        if status.fate not in _FROZEN:
+            self._answered_s[rank] = now_s
+            return status
+        runs = times_run(self._known(rank, calls).process, self.here)
+        if known is None:
+            since_s = self._answered_s.get(rank, begun_s)
+        elif status.fate == "stopped" and known.runs not in (None, runs):
+            since_s = known.seen_s  # it has run since
+        else:
+            since_s = known.since_s
+        since_s = max(since_s, begun_s)
+        self._standing[rank] = _Standstill(since_s, now_s, runs)
+        return replace(status, frozen_s=now_s - since_s)
 
     # -- statuses ----------------------------------------------------------------------------------
 
@@ -168,11 +222,13 @@ class Inquiry:
         suspects = calls.suspects
         statuses = [without_connection(w) if w.rank in suspects else w for w in statuses]
         same = [w.blocked_s for w in statuses if w.wait and w.wait.label == calls.label]
+        now_s, blocked_s = time.monotonic(), max([calls.clock.blocked_s, *same])
+        statuses = [self._with_standstill(w, calls, now_s - blocked_s, now_s) for w in statuses]
         path = self._dump_path(statuses, settings)
         diagnosis = diagnose(
             statuses,
             calls.settings,
-            blocked_s=max([calls.clock.blocked_s, *same]),
+            blocked_s=blocked_s,
             details=str(path),
             label=calls.label,
         )

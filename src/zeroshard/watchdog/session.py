@@ -512,8 +512,7 @@ def _open(
         opener.give_up(error)
         raise
     session.groups, session.sockets = opener.groups, opener.sockets
-    # On a mesh other collectives than the engine's run in the program's calls.
-    watch_uncaught(session, explains=not mesh.is_data_only)
+    watch_uncaught(session)
     if crew.call == "initialize":
         session.make_control_group = partial(_control_group, crew, peers, meetings)
     if session_watch is not None:

@@ -1,7 +1,8 @@
 """Lets an uncaught error end the program with the diagnosis of all ranks, without frames of libraries.
 
-On a mesh the program's own calls may fail because another rank has ended: those of layers in a plain
-``loss.backward()``. Their error says only that a connection closed, and is replaced by the diagnosis.
+When another rank has ended, the program's own calls of ``torch.distributed`` fail, and on a mesh those of
+layers in a plain ``loss.backward()``. Their error says only that a connection closed, and is replaced by
+the diagnosis.
 
 A diagnosis names another rank as the cause. Where this rank waited inside torch and this package explains
 nothing, and would hide the traceback of the rank that failed. So only frames of the program are printed.
@@ -28,29 +29,30 @@ class Explains(Protocol):
         """See :meth:`~.session.CommSession.explanation`."""
 
 
-_OPEN: weakref.WeakKeyDictionary[Explains, bool] = weakref.WeakKeyDictionary()
+_OPEN: weakref.WeakSet[Explains] = weakref.WeakSet()
 _before = sys.excepthook
 
 
-def watch_uncaught(session: Explains, *, explains: bool) -> None:
-    """Shorten uncaught diagnoses from now on. ``explains``: ask ``session`` about other errors."""
+def watch_uncaught(session: Explains) -> None:
+    """Shorten uncaught diagnoses from now on, and ask ``session`` about other errors."""
     global _before
     if sys.excepthook is not _hook:
         _before, sys.excepthook = sys.excepthook, _hook
-    _OPEN[session] = explains
+    _OPEN.add(session)
 
 
 def leave_uncaught(session: Explains) -> None:
     """Do not ask ``session`` any more. The last one restores the hook of the program."""
-    _OPEN.pop(session, None)
+    _OPEN.discard(session)
     if not _OPEN and sys.excepthook is _hook:
         sys.excepthook = _before
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    for session in [session for session, explains in _OPEN.items() if explains]:
+    for session in list(_OPEN):
         if (found := session.explanation(error)) is not None:
             kind, error = type(found), found.with_traceback(trace)
+            sys.last_type, sys.last_value = kind, error  # what this rank leaves as its reason
             break
     if isinstance(error, DistributedError):
         error.__cause__, error.__suppress_context__ = None, True

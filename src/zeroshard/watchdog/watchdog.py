@@ -483,6 +483,7 @@ class Watchdog:
             found = self.messages.diagnosis_of(asked, self._since)
             if found is not None:
                 diagnosis, reported = found
+                self._inquiry.note(diagnosis, calls.clock.blocked_s if calls is not None else 0.0)
                 if reported and calls is not None:
                     calls.report_due_s = calls.next_report_s()
                 if calls is not None and not diagnosis.fatal:
