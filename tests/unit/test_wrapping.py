@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from zeroshard.config import load_config
-from zeroshard.engine.unit_plan import plan_units, plan_wrapping, whole_block_numel
+from zeroshard.engine.unit_plan import cut_block, plan_units, plan_wrapping, whole_block_numel
 from zeroshard.errors import ConfigError
 from zeroshard.precision.policy import policy_from
 
@@ -133,3 +133,17 @@ def test_whole_matrices_are_not_alone():
 def test_the_largest_block_that_is_whole(gb, numel):
     assert whole_block_numel(int(gb * 1e9)) == numel
     assert 2 * 2 * numel <= gb * 1e9 / 16
+
+
+def test_blocks_that_are_cut_for_lack_of_memory_are_said_with_the_key_that_changes_it():
+    keys = {"train_micro_batch_size_per_gpu": 1, "unit_min_numel": 100, "unit_max_numel": 200}
+    config = load_config(keys, world_size=2).config
+    little, enough = 16 * 2 * 2 * 256, 16 * 2 * 2 * 512
+    said = cut_block(Decoder(), config, little)
+    assert said.startswith("layers.0 has 364 parameters, and two such blocks")
+    assert '"block_max_numel": 364 gathers it whole' in said
+    assert not cut_block(Decoder(), config, enough)
+    assert not cut_block(Decoder(), config, 0)
+    assert not cut_block(nn.Linear(WIDTH, 1000), config, little)
+    chosen = load_config({**keys, "block_max_numel": 300}, world_size=2).config
+    assert not cut_block(Decoder(), chosen, little)
