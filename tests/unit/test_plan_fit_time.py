@@ -80,6 +80,7 @@ def small_llama(folder: Path, *, layers: int, width: int) -> str:
     return str(folder)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)  # 49 simulations
 def test_few_simulations_find_what_simulating_every_candidate_finds(tmp_path):
     """With one and two tensor ranks. Each limit of memory is a search of its own; plans are made once."""
