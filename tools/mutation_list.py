@@ -96,8 +96,8 @@ MUTATIONS = [
     Mutation(
         "prefetch-without-room",
         "zero/prefetch.py",
-        "        if not self.live_numel:\n            return\n",
-        "",
+        "prefetch_numel if live_numel else 0",
+        "prefetch_numel",
         "tests/ranks/test_prefetch.py::test_without_room_nothing_is_prefetched",
     ),
     Mutation(

@@ -215,14 +215,7 @@ def plain(run: Run) -> None:
 
 def whole_blocks(run: Run) -> None:
     """Matrices of a block are units of their own, which are gathered and reduced together."""
-    trained = run.open(block_max_numel=2000, unit_max_numel=600)
-    for _ in range(3):
-        run.step(trained)
-        trained.eval()
-        with torch.no_grad():
-            run.loss(trained)
-        trained.train()
-    run.finish(trained)
+    evaluation(run, block_max_numel=2000, unit_max_numel=600)
 
 
 def accumulation(run: Run) -> None:
@@ -233,9 +226,9 @@ def accumulation(run: Run) -> None:
     run.finish(trained)
 
 
-def evaluation(run: Run) -> None:
+def evaluation(run: Run, **keys: Any) -> None:
     """A forward without gradient between steps."""
-    trained = run.open()
+    trained = run.open(**keys)
     for _ in range(3):
         run.step(trained)
         trained.eval()

@@ -294,8 +294,6 @@ class ProcessGroupComm(RecordedComm):
         self.queues_on_device = backend not in ("fake", "gloo") and device.type != "cpu"
         #: Whether several collectives can be one launch: ``joint_all_gather``, ``joint_reduce_scatter``.
         self.joins = backend in ("nccl", "fake")
-        self._joint_gathers = self.recorder.entries("all_gather")
-        self._joint_reductions = self.recorder.entries("reduce_scatter")
         self._group: dist.ProcessGroup | None = group
         self._bound: BoundCollectives | None = BoundCollectives(group)
         self._owns_group = owns_group
@@ -340,7 +338,7 @@ class ProcessGroupComm(RecordedComm):
         self, full_N: Sequence[Tensor], shard_S: Sequence[Tensor], *, name: str
     ) -> JointHandle:
         """All-gathers of several tensors of one dtype, started as one and recorded as one."""
-        item = self._enter_joint(self._joint_gathers[name], full_N, shard_S)
+        item = self._enter_joint("all_gather", name, full_N, shard_S)
         full, shards = list(full_N), list(shard_S)
         if full[0].dtype not in _NATIVE:
             full = [tensor.view(torch.uint8) for tensor in full]
@@ -351,16 +349,16 @@ class ProcessGroupComm(RecordedComm):
         self, out_S: Sequence[Tensor], full_N: Sequence[Tensor], *, name: str
     ) -> JointHandle:
         """Reduce-scatters of several tensors of one dtype, started as one and recorded as one."""
-        item = self._enter_joint(self._joint_reductions[name], full_N, out_S)
+        item = self._enter_joint("reduce_scatter", name, full_N, out_S)
         call = self.bound(item).joint_reduce_scatter
         return JointHandle(self._start(item, call, list(out_S), list(full_N)))
 
     def _enter_joint(
-        self, entry: Entry, full_N: Sequence[Tensor], parts_S: Sequence[Tensor]
+        self, op: str, name: str, full_N: Sequence[Tensor], parts_S: Sequence[Tensor]
     ) -> Item:
         numel = sum(tensor.numel() for tensor in full_N)
         sent = numel - sum(tensor.numel() for tensor in parts_S)
-        return self.recorder.enter(entry, full_N[0], numel, sent)
+        return self.recorder.enter(self.recorder.entries(op)[name], full_N[0], numel, sent)
 
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """Stock all-gather into a new tensor; on CUDA the result is ready on the current stream."""

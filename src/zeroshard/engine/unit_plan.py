@@ -7,7 +7,7 @@ units, one for each combination of dtype and trainability.
 
 On an accelerator a large block is wrapped whole, and each of its matrices is a unit. So one launch
 gathers the block, and the gradient of a matrix, which has memory of its own, is reduced without a copy.
-Below ``unit_max_numel`` a unit more costs more time of the host than that copy costs the device.
+Smaller blocks stay one unit, because each unit costs time of the host in every step.
 """
 
 from __future__ import annotations

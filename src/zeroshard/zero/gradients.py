@@ -235,10 +235,9 @@ class GradBuffer:
             if grads_N is None:
                 return []
             at = grads_N.storage_offset()
+            # half the cost of a slice and a view
             self._views = [
-                grads_N.as_strided(
-                    shape, strides, at + start
-                )  # half the cost of a slice and a view
+                grads_N.as_strided(shape, strides, at + start)
                 for shape, strides, start in self._places
             ]
         return self._views

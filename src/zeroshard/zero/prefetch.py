@@ -147,7 +147,7 @@ class Prefetcher:
         self.wrapped_modules = list(wrapped_modules)
         self.root = self.wrapped_modules[-1]
         self._sharded = [wrapped for wrapped in self.wrapped_modules if wrapped.sharded]
-        self.prefetch_numel = prefetch_numel
+        self.prefetch_numel = prefetch_numel if live_numel else 0
         self.live_numel = live_numel
         self._is_limited = sum(wrapped.numel for wrapped in self.wrapped_modules) > live_numel
         self._reads_disk = any(
@@ -247,8 +247,6 @@ class Prefetcher:
             return
         order, at = place
         ahead = range(at + 1, len(order)) if forward else range(at - 1, -1, -1)
-        if not self.live_numel:
-            return
         numel_ahead, started = 0, False
         for position in ahead:
             if numel_ahead >= self.prefetch_numel:
