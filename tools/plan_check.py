@@ -293,6 +293,8 @@ def no_late_references() -> Iterator[None]:
 
     That thread first says that a collective is done, and then drops its references. So a tensor that is
     freed right after may live on for as long as the system lets the thread wait.
+
+    Functional collectives, those of DTensors, are done when they return.
     """
     all_reduce, start = dist.all_reduce, ProcessGroupComm._start
 
@@ -310,22 +312,55 @@ def no_late_references() -> Iterator[None]:
     dist.all_reduce = waiting
     ProcessGroupComm._start = starting  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with _FunctionalWaits():
+            yield
     finally:
         dist.all_reduce = all_reduce
         ProcessGroupComm._start = start  # type: ignore[method-assign]
+
+
+class _FunctionalWaits(TorchDispatchMode):
+    """Ends each functional collective before it returns, and waits for its late references."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation."""
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "_c10d_functional" or "wait_tensor" in func.name():
+            return result
+        results = [result] if isinstance(result, torch.Tensor) else result
+        held = _References.of_new(results)  # gloo holds views of what it gathers
+        for each in results:
+            torch.ops._c10d_functional.wait_tensor(each)
+        held.wait()
+        return result
+
+
+def _references(tensor: torch.Tensor) -> int:
+    return int(tensor._use_count())  # type: ignore[attr-defined]
+
+
+def _references_with_views(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()
+    views = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return _references(tensor) + int(views)
 
 
 class _References:
     """How often tensors are referred to. ``wait``: until it is no more often than at first."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._counts = [(tensor, self._count(tensor)) for tensor in tensors]
+        self._counts = [(tensor, _references(tensor)) for tensor in tensors]
+        self._count = _references
         self._handle: Any = None
 
-    @staticmethod
-    def _count(tensor: torch.Tensor) -> int:
-        return int(tensor._use_count())  # type: ignore[attr-defined]
+    @classmethod
+    def of_new(cls, tensors: Sequence[torch.Tensor]) -> _References:
+        """Of tensors that nobody but the caller should hold, nor views of them."""
+        made = cls(())
+        alone = _references_with_views(torch.empty(0))
+        made._counts = [(tensor, alone) for tensor in tensors]
+        made._count = _references_with_views
+        return made
 
     def after(self, handle: Any) -> _References:
         """Wait for this collective first."""
