@@ -162,7 +162,7 @@ class Rank:
 
     def join(self) -> None:
         """What ``init_distributed`` does before it makes the process group."""
-        from zeroshard.watchdog.join import await_all
+        from zeroshard.session.join import await_all
 
         place = cast("Any", self.store.below("joining"))
         await_all(place, self.rank, self.size, timeout_s=300)
@@ -190,7 +190,7 @@ class Rank:
     def agree(self) -> None:
         """What ``initialize`` does before it opens communicators."""
         from zeroshard.comm.connect import DeviceUse
-        from zeroshard.watchdog import session
+        from zeroshard.session import session
 
         ranks = tuple(range(self.size))
         number, place = session._store_namespace(ranks, self.rank)
@@ -208,8 +208,8 @@ class Rank:
     def follow(self) -> None:
         """Let the watchdog follow an engine, with its lone reads and its agreement to stop."""
         from zeroshard.comm.recorder import Recorder
-        from zeroshard.watchdog import session
-        from zeroshard.watchdog.session_watch import SessionWatch
+        from zeroshard.session import session
+        from zeroshard.session.watch import SessionWatch
         from zeroshard.watchdog.stop_signals import StopSignals
         from zeroshard.watchdog.tracked_calls import calls_of
 
@@ -350,7 +350,8 @@ def let_threads_be_ranks(put: Callable[[Any, str, Any], None] = setattr) -> None
     """
     from zeroshard.comm import agreement
     from zeroshard.comm.host import Process, _stat
-    from zeroshard.watchdog import inquiry, session, tracked_calls, watchdog
+    from zeroshard.session import session
+    from zeroshard.watchdog import inquiry, tracked_calls, watchdog
 
     pid = os.getppid()  # it has one thread: the state of a process with hundreds takes long to read
     started = _stat(pid)[1]
@@ -415,9 +416,7 @@ class Plane:
     def __init__(self, size: int, per_process: int = PER_PROCESS) -> None:
         self.size = size
         here = multiprocessing.get_context("forkserver")
-        here.set_forkserver_preload(
-            ["zeroshard.watchdog.session"]
-        )  # so that torch is imported once
+        here.set_forkserver_preload(["zeroshard.session.session"])  # so that torch is imported once
         self.store_pipe, theirs = here.Pipe()
         self.store = here.Process(target=store_process, args=(theirs,))
         self.store.start()

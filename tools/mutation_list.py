@@ -36,6 +36,29 @@ MUTATIONS = [
         "            shard if stage.shards_params else full",
         "tests/accounting/test_live_bytes.py::test_two_ranks_hold_what_the_paper_says",
     ),
+    # ------------------------------------------------------------------ metrics, session
+    Mutation(
+        "a-resumed-run-loses-earlier-values",  # of CSV files
+        "metrics/sinks.py",
+        'with path.open("a", newline="")',
+        'with path.open("w", newline="")',
+        "tests/unit/test_monitors.py::test_csv_of_a_resumed_run_is_appended",
+    ),
+    Mutation(
+        "a-joined-run-is-closed",  # the program's run of a tracker
+        "metrics/sinks.py",
+        "        if self._owned:\n            self._run.finish()",
+        "        self._run.finish()",
+        "tests/unit/test_monitors.py::test_wandb_joins_a_run_that_is_open_and_leaves_it_open",
+    ),
+    Mutation(
+        "purposes-share-a-process-group",  # so gathers wait for reductions, on a mesh of GPUs
+        "session/opener.py",
+        "count = 1 if connected is None else len(purposes)",
+        "count = 1",
+        "tests/ranks/test_device_comm.py::"
+        "test_on_a_mesh_each_purpose_has_a_process_group_of_its_own_on_a_device",
+    ),
     # ------------------------------------------------------------------ zero
     Mutation(
         "reader-of-gradients-forgets-predivision",  # accumulation at stages 0 and 1 only
@@ -564,7 +587,7 @@ MUTATIONS = [
     ),
     Mutation(
         "second-resume-forgets-the-first",
-        "engine/data_loader.py",
+        "data/data_loader.py",
         "consumed = begun.samples + batches * self._batch_size * sampler.num_replicas",
         "consumed = batches * self._batch_size * sampler.num_replicas",
         "tests/unit/test_resumable_loader.py::test_resumed_twice_in_one_epoch",
@@ -779,14 +802,14 @@ MUTATIONS = [
     ),
     Mutation(
         "lowest-rank-is-the-culprit",
-        "launch/exit_report.py",
+        "run/exit_report.py",
         "ordered = sorted(deaths, key=lambda death: (death.at_s, death.rank))",
         "ordered = sorted(deaths, key=lambda death: death.rank)",
         "tests/unit/test_launch_exit_report.py::test_of_two_causes_the_earlier_one_comes_first",
     ),
     Mutation(
         "exit-code-of-a-signal",
-        "launch/exit_report.py",
+        "run/exit_report.py",
         "exitcode=code if code > 0 else 128 - code",
         "exitcode=code if code > 0 else 128 + code",
         "tests/unit/test_launch_exit_report.py::test_the_launcher_ends_with_the_code_of_the_cause",

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine as Engine
     from zeroshard.engine.initialize import add_config_arguments as add_config_arguments
     from zeroshard.engine.initialize import initialize as initialize
-    from zeroshard.watchdog.join import init_distributed as init_distributed
+    from zeroshard.session.join import init_distributed as init_distributed
 
 _HOME = {
     "Engine": "zeroshard.engine.engine",
     "add_config_arguments": "zeroshard.engine.initialize",
-    "init_distributed": "zeroshard.watchdog.join",
+    "init_distributed": "zeroshard.session.join",
     "initialize": "zeroshard.engine.initialize",
 }
 

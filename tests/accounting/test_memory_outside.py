@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard import Engine
-from zeroshard.launch.cgroup import read_rss_nbytes
+from zeroshard.run.cgroup import read_rss_nbytes
 from zeroshard.testing import on_ranks
 
 NUMEL, LAYERS = 4 * 2**20, 12

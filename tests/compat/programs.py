@@ -16,7 +16,6 @@ import json
 import os
 import re
 import runpy
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ import pytest
 import warm_python
 
 from zeroshard.deepspeed.install import DIRECTORY as COMPAT
+from zeroshard.run.address import unused_port
 from zeroshard.testing.ranks import pool, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -71,12 +71,9 @@ def torchrun(ranks: int) -> tuple[str, ...]:
 
 def accelerate_launch(config: Path, *options: str) -> tuple[str, ...]:
     """The command of Accelerate, unchanged, on a port that is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return (
         *(str(BIN / "accelerate"), "launch", "--config_file", str(config)),
-        *("--main_process_port", str(port), *options),
+        *("--main_process_port", str(unused_port()), *options),
     )
 
 

@@ -21,7 +21,7 @@ from warm_python import WarmPython
 from zeroshard.checkpoint.directory import newest_first
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.launch.run_folder import find_run
+from zeroshard.run.run_folder import find_run
 from zeroshard.watchdog.dead_run import explain_run
 
 PROGRAM = Path(__file__).with_name("phase_program.py")

@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from warm_python import WarmPython
 from zeroshard import Engine
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.run.address import unused_port
 from zeroshard.testing import RankEnd, run_ranks
 
 RANKS = 2
@@ -240,9 +240,7 @@ CODES = {"exit": 3, "raises inside": 1, "rank 1 raises": 1}
 
 
 def run_program(root: Path, how: str) -> list[tuple[int, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = unused_port()
     tests = Path(__file__).parent
     common = {
         **os.environ,

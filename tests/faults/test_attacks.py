@@ -23,6 +23,7 @@ from torch.distributed import DistError, TCPStore
 from warm_python import WarmPython
 
 from zeroshard.launch import relay
+from zeroshard.run.address import unused_port
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -181,8 +182,7 @@ def launchers(folder: Path, num_hosts: int) -> Iterator[list[WarmPython]]:
     (folder / "train.py").write_text(PROGRAM)
     command = [*LAUNCH, "--nproc", str(2 // num_hosts)]
     if num_hosts > 1:
-        with socket.create_server((FIRST, 0)) as probe:
-            port = str(probe.getsockname()[1])
+        port = str(unused_port(FIRST))
         command += ["--no_ssh", "--num_nodes", "2", "--master_addr", FIRST, "--master_port", port]
     with contextlib.ExitStack() as started:
         made = []

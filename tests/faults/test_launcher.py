@@ -19,6 +19,8 @@ import pytest
 from support.covering import sampled
 from warm_python import WarmPython, run
 
+from zeroshard.run.address import unused_port
+
 pytestmark = pytest.mark.timeout(90)
 
 LAUNCH = [sys.executable, "-m", "zeroshard.launch"]
@@ -103,12 +105,6 @@ def running(folder, env):
         yield start
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def gone(pid: int, within_s: float = 10.0) -> bool:
     """Whether a process ends in time. A zombie of another parent counts as ended."""
     deadline_s = time.monotonic() + within_s
@@ -156,7 +152,7 @@ def test_ranks_that_a_user_starts_one_after_the_other_are_waited_for(folder, env
     (folder / "script.py").write_text(RANK + JOIN)
     common = {
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(unused_port()),
     }  # fmt: skip
     ranks = []
     for rank in range(2):
@@ -282,7 +278,7 @@ def test_torch_process_groups_work(launch):
         "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
         "x = torch.ones(1); dist.all_reduce(x); print(int(x)); dist.destroy_process_group()\n"
     )
-    assert launch("--nproc", "2", "--master_port", str(free_port()), body=body).out == "2\n2\n"
+    assert launch("--nproc", "2", "--master_port", str(unused_port()), body=body).out == "2\n2\n"
 
 
 # ---------------------------------------------------------------- ranks that die
@@ -453,7 +449,14 @@ def two_nodes(folder, env):
     )
     ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
     env["PATH"] = f"{bin_folder}{os.pathsep}{env['PATH']}"
-    return ["--hostfile", "hosts", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    return [
+        "--hostfile",
+        "hosts",
+        "--master_addr",
+        "127.0.0.1",
+        "--master_port",
+        str(unused_port()),
+    ]
 
 
 def test_ranks_of_two_hosts_find_each_other(launch, folder, two_nodes):
@@ -509,7 +512,14 @@ def mpirun(folder, env):
     )
     program.chmod(0o755)
     env["PATH"] = f"{program.parent}{os.pathsep}{env['PATH']}"
-    return ["--hostfile", "hosts", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    return [
+        "--hostfile",
+        "hosts",
+        "--master_addr",
+        "127.0.0.1",
+        "--master_port",
+        str(unused_port()),
+    ]
 
 
 @pytest.mark.parametrize("kind", sampled(["openmpi", "mpich"], every=2))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,8 @@ from pathlib import Path
 import pytest
 from support.covering import sampled
 from warm_python import WarmPython, run
+
+from zeroshard.run.address import unused_port
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -97,12 +98,6 @@ sys.exit(max(abs(each.wait()) for each in run))
 """
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def restarted(*words: str) -> list[str]:
     limits = ["--grace-s", "0.3", "--stop-s", "1"]
     return ["--max-restarts", "2", "--checkpoint-dir", "ckpt", *limits, *words, "train.py"]
@@ -126,10 +121,10 @@ def ranks(out: str, attempt: int) -> list[str]:
     ids=str,
 )
 def test_a_run_over_ssh_goes_on_with_the_hosts_that_answer(tmp_path, env, lost, rank, left):
-    words = ["--hostfile", "hosts", "--master_port", free_port(), "--min-ranks", "1"]
+    words = ["--hostfile", "hosts", "--master_port", str(unused_port()), "--min-ranks", "1"]
     done = launched(tmp_path, env, *words, LOST_RANK=rank, DOWN=lost)
     assert done.returncode == 0, done.stderr
-    assert ranks(done.stdout, 0) == ["0 of 3", "1 of 3", "2 of 3"]
+    assert ranks(done.stdout, 0) == ["0 of 3", "1 of 3", "2 of 3"], done.stderr
     assert ranks(done.stdout, 1) == [f"{number} of {left}" for number in range(int(left))]
     assert (f"host {lost} does not answer, and is left out." in done.stderr) == bool(lost)
     met = re.findall(r"^attempt 1 .* at (\S+)", done.stdout, re.MULTILINE)
@@ -138,7 +133,7 @@ def test_a_run_over_ssh_goes_on_with_the_hosts_that_answer(tmp_path, env, lost, 
 
 
 def test_a_run_over_ssh_ends_if_too_few_ranks_are_left(tmp_path, env):
-    words = ["--hostfile", "hosts", "--master_port", free_port(), "--min-ranks", "2"]
+    words = ["--hostfile", "hosts", "--master_port", str(unused_port()), "--min-ranks", "2"]
     done = launched(tmp_path, env, *words, LOST_RANK="1", DOWN=B)
     assert done.returncode == 1
     assert ranks(done.stdout, 1) == []
@@ -146,7 +141,7 @@ def test_a_run_over_ssh_ends_if_too_few_ranks_are_left(tmp_path, env):
 
 
 def test_a_slot_that_fails_the_users_check_is_left_out(tmp_path, env):
-    words = ["--hostfile", "hosts", "--master_port", free_port(), "--min-ranks", "1"]
+    words = ["--hostfile", "hosts", "--master_port", str(unused_port()), "--min-ranks", "1"]
     words += ["--check-slot", f"test ! -e {tmp_path}/down-$ZEROSHARD_SLOT"]
     done = launched(tmp_path, env, *words, LOST_RANK="2", DOWN="1")
     assert done.returncode == 0, done.stderr
@@ -157,7 +152,7 @@ def test_a_slot_that_fails_the_users_check_is_left_out(tmp_path, env):
 @pytest.mark.parametrize(("lost", "hosts"), sampled([(A, "1"), ("", "2")], every=2), ids=str)
 def test_a_slurm_job_goes_on_with_the_nodes_that_answer(tmp_path, env, lost, hosts):
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": f"{A},{B}"}
-    words = ["--nproc", "2", "--master_port", free_port(), "--min-ranks", "2"]
+    words = ["--nproc", "2", "--master_port", str(unused_port()), "--min-ranks", "2"]
     done = launched(tmp_path, env, *words, LOST_RANK="0", DOWN=lost, **job)
     assert done.returncode == 0, done.stderr
     world = 2 * int(hosts)
@@ -170,7 +165,7 @@ class Together:
     """Two launchers that a user has started with ``--no_ssh``."""
 
     def __init__(self, tmp_path: Path, env: dict[str, str], *words: str) -> None:
-        port = free_port()
+        port = str(unused_port())
         self.nodes = [
             WarmPython(
                 [
@@ -202,7 +197,7 @@ def test_launchers_without_a_head_restart_together(tmp_path, env):
 
 def test_launchers_without_a_head_give_the_run_one_name(tmp_path, env):
     (tmp_path / "train.py").write_text("import os; print(os.environ['ZEROSHARD_RUN_ID'])")
-    port = free_port()
+    port = str(unused_port())
     words = ["--no_ssh", "--num_nodes", "2", "--nproc", "1", "--master_addr", "127.0.0.1"]
     command = [sys.executable, "-m", "zeroshard.launch", *words, "--master_port", port]
     nodes = [

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from warm_python import WarmPython, run
 
+from zeroshard.session.session import open_session
 from zeroshard.testing.ranks import run_ranks
 from zeroshard.watchdog.live_view import view_run
-from zeroshard.watchdog.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings
 
 pytestmark = pytest.mark.timeout(90)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from zeroshard.session.session import open_session
 from zeroshard.testing import run_ranks
-from zeroshard.watchdog.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings
 
 LIMIT_S = 1.0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from warm_python import WarmPython
 import zeroshard
 from zeroshard.core.mesh import Mesh
 from zeroshard.parallel import tensor_parallel
+from zeroshard.run.address import unused_port
 
 LIMIT_S = 60
 RANKS = 4
@@ -78,9 +78,7 @@ def fail(what: str) -> None:
     ],
 )
 def test_every_rank_names_the_one_that_failed(stage, what, style):
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    port = str(unused_port())
     began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         ranks = []

@@ -14,8 +14,8 @@ from support.tensor_networks import network
 
 import zeroshard
 from zeroshard.parallel import plan_agreement, tensor_parallel
+from zeroshard.session import join
 from zeroshard.testing import run_ranks
-from zeroshard.watchdog import join
 from zeroshard.watchdog.settings import WatchdogSettings
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

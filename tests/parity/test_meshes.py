@@ -36,7 +36,7 @@ from torch.utils.data import Dataset
 import zeroshard
 from zeroshard import Engine
 from zeroshard.core.mesh import Mesh
-from zeroshard.engine.data import loader_for
+from zeroshard.data.batches import loader_for
 from zeroshard.errors import UnevenBatches
 from zeroshard.parallel.initial_values import draw_values
 from zeroshard.testing import on_ranks, run_ranks

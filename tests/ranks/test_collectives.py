@@ -25,8 +25,8 @@ from zeroshard.comm.collectives import sum_in_rank_order
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.host import open_sockets
 from zeroshard.errors import CheckpointError, ConfigError, RankLate, RankMismatch, UsageError
+from zeroshard.session.session import open_session
 from zeroshard.testing.ranks import on_ranks
-from zeroshard.watchdog.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings
 
 SHARD_NUMELS = (0, 1, 7, 70_001)  # the last is more than one block of the sum

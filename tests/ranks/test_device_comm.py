@@ -19,8 +19,9 @@ from zeroshard.comm.scratch import Scratch
 from zeroshard.config import load_config
 from zeroshard.engine.build import gathers_while_reducing
 from zeroshard.errors import ConfigError, LaunchError, RankMismatch, UsageError
+from zeroshard.session import opener as module
+from zeroshard.session import session
 from zeroshard.testing.ranks import on_ranks
-from zeroshard.watchdog import session, session_opener
 from zeroshard.watchdog.rank_status import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
 
@@ -73,7 +74,7 @@ def opened_for(device=CPU, **options):
         return comm
 
     settings = WatchdogSettings(first_report_s=1.0, tick_s=0.1)
-    with mock.patch.object(session_opener, "make_comm", made):
+    with mock.patch.object(module, "make_comm", made):
         opened = session.open_session(
             transport="auto", device=device, trust=settings, plan={"a": "1"}, **options
         )
@@ -135,13 +136,13 @@ def test_on_a_mesh_each_purpose_has_a_process_group_of_its_own_on_a_device(backe
 
     rank = dist.get_rank()
     peer = Peer(rank, mock.Mock(), "")
-    ranks = session_opener.SetUpRanks((0, 1), rank, 1, "initialize", WatchdogSettings(), None)
-    opener = session_opener.SessionOpener(ranks, {rank: peer}, "auto", CUDA, mock.Mock(), None)
-    kind = session_opener.GroupKind("holders", [(0,), (1,)])
+    ranks = module.SetUpRanks((0, 1), rank, 1, "initialize", WatchdogSettings(), None)
+    opener = module.SessionOpener(ranks, {rank: peer}, "auto", CUDA, mock.Mock(), None)
+    kind = module.GroupKind("holders", [(0,), (1,)])
     with (
         mock.patch("zeroshard.comm.connect._backend_for", lambda group, kind: backend),
-        mock.patch("zeroshard.watchdog.session_opener.dist.new_group", new_group),
-        mock.patch("zeroshard.watchdog.session_opener.make_comm", make_comm),
+        mock.patch("zeroshard.session.opener.dist.new_group", new_group),
+        mock.patch("zeroshard.session.opener.make_comm", make_comm),
     ):
         comms = opener.open_group(kind, ("gathers", "reductions"))
     assert len({id(comm) for comm in comms}) == count

@@ -15,7 +15,7 @@ from torch import nn
 import zeroshard
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine import build_observer
-from zeroshard.engine.step_stream import tokens_in
+from zeroshard.metrics.step_stream import tokens_in
 from zeroshard.report.record import read_record
 from zeroshard.testing import on_ranks
 

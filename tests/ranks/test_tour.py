@@ -22,8 +22,9 @@ LAST_ELEMENTS = {"optim/kernels.py"}
 """Run only on a rank that has elements beyond a multiple of 64; the others are in the compiled update."""
 
 REPORTS = {
-    *(f"engine/{name}.py" for name in ("monitors", "out_of_memory", "report", "run_log", "step_stream")),
-    "device/ops.py", "launch/cgroup.py", "memory/host_limits.py", "offload/stores.py",
+    *(f"metrics/{name}.py" for name in ("monitors", "run_log", "step_report", "step_stream")),
+    "engine/out_of_memory.py",
+    "device/ops.py", "run/cgroup.py", "memory/host_limits.py", "offload/stores.py",
 }  # fmt: skip
 """Run for the monitors and the record: some on rank 0 only, some in one step of ten."""
 ON_DEVICES = {f"optim/triton_{name}.py" for name in ("check", "kernels", "update")}

@@ -31,8 +31,8 @@ from zeroshard.comm.agreement import (
 from zeroshard.comm.connect import DeviceUse
 from zeroshard.comm.host import Process
 from zeroshard.errors import RankLate
+from zeroshard.session.session import _summary
 from zeroshard.watchdog.rank_status import Peer, Peers
-from zeroshard.watchdog.session import _summary
 from zeroshard.watchdog.settings import WatchdogSettings, store_tick_s
 
 SIZES = [*range(1, 34), 63, 64, 65, 100, 127, 199]

@@ -25,8 +25,8 @@ from zeroshard.engine import build
 from zeroshard.errors import UsageError
 from zeroshard.offload import stores
 from zeroshard.offload.async_update import AsyncUpdateWorker
+from zeroshard.session.watch import SessionWatch
 from zeroshard.watchdog.rank_status import Peer, Peers
-from zeroshard.watchdog.session_watch import SessionWatch
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import calls_of
 from zeroshard.watchdog.watchdog import Watchdog

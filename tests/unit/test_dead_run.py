@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from zeroshard.cli.main import main
 from zeroshard.comm.host import this_process
 from zeroshard.comm.recorder import PRESENCE, Recorder
-from zeroshard.launch.exit_report import ExitReport
-from zeroshard.launch.kept_exit import keep_exit, point_to
+from zeroshard.run.exit_report import ExitReport
+from zeroshard.run.kept_exit import keep_exit, point_to
 from zeroshard.watchdog.dead_run import explain_run, text_of
 from zeroshard.watchdog.diagnosis import Diagnosis, RankStatus
 from zeroshard.watchdog.rank_status import Peer
@@ -145,7 +145,7 @@ def test_a_rank_that_left_no_word_is_the_cause(folder):
 def test_what_the_launcher_said_comes_first(folder, monkeypatch):
     folder.record(0, "a", "b", waits=True)
     folder.record(1, "a")
-    monkeypatch.setattr("zeroshard.launch.kept_exit.default_root", lambda: folder.root / "default")
+    monkeypatch.setattr("zeroshard.run.kept_exit.default_root", lambda: folder.root / "default")
     environ = {"ZEROSHARD_RUN_ID": "run1"}
     point_to(folder.path, environ)
     lines = ("rank 1 got SIGKILL from outside.", "rank 0 followed: lost its peers.")

@@ -22,8 +22,7 @@ from zeroshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from zeroshard.launch import LaunchRequest
-from zeroshard.launch.options import passed_on
+from zeroshard.launch.options import LaunchRequest, passed_on
 from zeroshard.launch.rank_env import read_exports, with_directory_first
 from zeroshard.optim.kernels import kernel_of
 from zeroshard.optim.optimizers import FlexibleAdam, Lion

@@ -21,7 +21,8 @@ from zeroshard.comm.env import (
 )
 from zeroshard.config.sections import TrustConfig
 from zeroshard.errors import ConfigError, LaunchError
-from zeroshard.watchdog.join import init_distributed
+from zeroshard.run.address import unused_port
+from zeroshard.session.join import init_distributed
 from zeroshard.watchdog.settings import WatchdogSettings
 
 MPI = {
@@ -184,12 +185,10 @@ def test_mpi_on_several_hosts_has_to_say_where_rank_0_is(no_launcher, monkeypatc
 
 @pytest.mark.parametrize("launcher", ["mpi", "srun"])
 def test_ranks_on_one_host_need_no_address(no_launcher, launcher):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = unused_port()
     program = (
         "import torch.distributed as dist\n"
-        "from zeroshard.watchdog.join import init_distributed\n"
+        "from zeroshard.session.join import init_distributed\n"
         f"init_distributed(distributed_port={port}, verbose=False)\n"
         "print(dist.get_rank(), dist.get_world_size())\n"
         "dist.barrier(); dist.destroy_process_group()"

@@ -15,8 +15,8 @@ import zeroshard.launch
 from zeroshard.cli import launch as launch_options
 from zeroshard.cli import runner
 from zeroshard.cli.main import main
-from zeroshard.launch import LaunchRequest, ShutdownTimeouts
-from zeroshard.launch.options import WITHOUT_FIELD, declared, passed_on
+from zeroshard.launch.options import WITHOUT_FIELD, LaunchRequest, declared, passed_on
+from zeroshard.launch.supervisor import ShutdownTimeouts
 
 pytestmark = pytest.mark.smoke
 

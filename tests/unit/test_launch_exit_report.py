@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from zeroshard.launch.cgroup import OomCounters
-from zeroshard.launch.exit_report import KernelCounters, RankExit, build_report, explain_exit
-from zeroshard.launch.traces import last_trace, starts_trace, trace_of_error_file
+from zeroshard.run.cgroup import OomCounters
+from zeroshard.run.exit_report import KernelCounters, RankExit, build_report, explain_exit
+from zeroshard.run.traces import last_trace, starts_trace, trace_of_error_file
 
 GIB = 1 << 30
 NOTHING = KernelCounters(OomCounters(0, 0))

@@ -19,9 +19,9 @@ from zeroshard.launch.rank_env import (
     exported,
     new_secret,
     rank_defaults,
-    variables_of_behaviour,
 )
 from zeroshard.launch.remote import names_of_this_host, node_commands, ssh_words
+from zeroshard.run.variables import variables_of_behaviour
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.exit_report import ExitReport
 from zeroshard.launch.launch_plan import plan_launch
 from zeroshard.launch.options import LaunchRequest
 from zeroshard.launch.restart import (
@@ -21,6 +20,7 @@ from zeroshard.launch.restart import (
     run_attempts,
 )
 from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerSupervisor
+from zeroshard.run.exit_report import ExitReport
 
 KILLED = ExitReport(("rank 1 got SIGKILL from outside.",), 1, "", 137)
 RAISED = ExitReport(("rank 1 raised ValueError: boom (exit code 1).",), 1, "Traceback ...", 1)

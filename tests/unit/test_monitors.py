@@ -12,11 +12,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from zeroshard.engine import monitors as module
-from zeroshard.engine.monitors import Monitors, build_monitors
-from zeroshard.engine.sinks import CometSink, CsvSink
-from zeroshard.engine.step_stream import StepEvent
 from zeroshard.errors import ConfigError
+from zeroshard.metrics import monitors as module
+from zeroshard.metrics.monitors import Monitors, build_monitors
+from zeroshard.metrics.sinks import CometSink, CsvSink
+from zeroshard.metrics.step_stream import StepEvent
 
 OFF = SimpleNamespace(enabled=False)
 

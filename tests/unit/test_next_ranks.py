@@ -14,14 +14,14 @@ from zeroshard.config import load_config
 from zeroshard.config.fewer_ranks import RunBatch, fitting_sizes, keep_batch
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import ConfigError, LaunchError
-from zeroshard.launch.batch_note import BatchNote, read_note, told_by_launcher, write_note
-from zeroshard.launch.exit_report import EXIT_SURVIVOR, ExitReport
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import check_min_ranks
 from zeroshard.launch.leftovers import remove_recordings
 from zeroshard.launch.meeting import NodeEnd, joined
 from zeroshard.launch.next_ranks import next_ranks
 from zeroshard.launch.usable import usable_slots
+from zeroshard.run.batch_note import BatchNote, read_note, told_by_launcher, write_note
+from zeroshard.run.exit_report import EXIT_SURVIVOR, ExitReport
 
 A, B = Host("a", (0, 1)), Host("b", (0, 1, 2))
 ALL = {"a": (0, 1), "b": (0, 1, 2)}

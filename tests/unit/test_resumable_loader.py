@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zeroshard.checkpoint.json_state import decode, encode
-from zeroshard.engine.data import agreed_batches, loader_for
-from zeroshard.engine.data_loader import ResumableLoader, ResumableSampler
+from zeroshard.data.batches import agreed_batches, loader_for
+from zeroshard.data.data_loader import ResumableLoader, ResumableSampler
 from zeroshard.errors import CheckpointError
 
 
@@ -332,7 +332,7 @@ def test_a_stream_is_read_again_up_to_where_it_was(num_workers, caplog):
     whole, _ = take(loaders(1, 4, **options))
     _, state = take(loaders(1, 4, **options), 2)
     (resumed,) = loaders(1, 4, state=state, **options)
-    with caplog.at_level(logging.INFO, logger="zeroshard.engine.data_loader"):
+    with caplog.at_level(logging.INFO, logger="zeroshard.data.data_loader"):
         rest, after = take([resumed], 2)
     assert rest == [whole[0][2:4]]
     assert after["batches"] == 4

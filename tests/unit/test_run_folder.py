@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.launch import run_folder as module
-from zeroshard.launch.run_folder import (
+from zeroshard.run import run_folder as module
+from zeroshard.run.run_folder import (
     default_root,
     find_run,
     make_run_folder,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def explain_command(run: RunArgument, as_json: AsJson = False) -> None:
     """Say why a run ended: which rank was the cause, and where every rank was."""
-    from zeroshard.launch.run_folder import find_run
+    from zeroshard.run.run_folder import find_run
     from zeroshard.watchdog.dead_run import explain_run, text_of
 
     with errors_told():

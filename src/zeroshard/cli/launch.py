@@ -14,8 +14,8 @@ import typer
 from zeroshard.cli.compat import warn_of_winner
 from zeroshard.deepspeed.install import DIRECTORY
 from zeroshard.errors import LaunchError
-from zeroshard.launch import LaunchRequest, launch
-from zeroshard.launch.options import Option, declared
+from zeroshard.launch.launcher import launch
+from zeroshard.launch.options import LaunchRequest, Option, declared
 
 # All words after the script are arguments of the script.
 CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}

@@ -28,8 +28,8 @@ def report_command(
     The page has no scripts and loads nothing.
     """
     from zeroshard.errors import UsageError
-    from zeroshard.launch.run_folder import default_root, find_run
     from zeroshard.report.page import make_page
+    from zeroshard.run.run_folder import default_root, find_run
 
     with errors_told():
         try:

@@ -30,7 +30,7 @@ def stacks_command(
     as_json: AsJson = False,
 ) -> None:
     """Print where every rank of a running program is: step, call, and Python stack."""
-    from zeroshard.launch.run_folder import find_run
+    from zeroshard.run.run_folder import find_run
     from zeroshard.watchdog.live_view import view_run
 
     with errors_told():

@@ -177,7 +177,7 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
                                   "WandbConfig CSVConfig CometConfig"),
     ("profiling.flops_profiler", _PROFILING, "get_model_profile FlopsProfiler"),
     ("profiling.flops_profiler.profiler", _PROFILING, "get_model_profile FlopsProfiler"),
-    ("runtime.dataloader", "zeroshard.engine.data_loader", "DeepSpeedDataLoader=ResumableLoader"),
+    ("runtime.dataloader", "zeroshard.data.data_loader", "DeepSpeedDataLoader=ResumableLoader"),
     ("runtime.dataloader", _HELPERS, "RepeatingLoader"),
     ("runtime.constants", _SYMBOLS, "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE "
                                   "TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU "

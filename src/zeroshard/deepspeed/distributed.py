@@ -10,7 +10,7 @@ from zeroshard.comm import env
 from zeroshard.deepspeed import collectives as comm
 from zeroshard.deepspeed.logs import logger
 from zeroshard.deepspeed.version_check import check_consumers
-from zeroshard.watchdog import join
+from zeroshard.session import join
 
 
 def init_distributed(

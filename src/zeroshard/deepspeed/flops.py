@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeroshard.engine.flops import most, now_s, parameters, report, show, table, words
 from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.metrics.flops import most, now_s, parameters, report, show, table, words
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode

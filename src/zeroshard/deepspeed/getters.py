@@ -13,7 +13,7 @@ from torch import nn
 from zeroshard.config.keys import get
 from zeroshard.config.schema import ZeroConfig
 from zeroshard.config.sections import FlopsConfig
-from zeroshard.engine.data import loader_for
+from zeroshard.data.batches import loader_for
 from zeroshard.engine.engine import Engine
 
 _CONFIGURED = {

@@ -14,8 +14,8 @@ from zeroshard.config.sections import (
     TrackioConfig,
     WandbConfig,
 )
-from zeroshard.engine.monitors import Monitors, build_monitors
-from zeroshard.engine.sinks import CometSink, CsvSink, Event, TensorboardSink, WandbSink
+from zeroshard.metrics.monitors import Monitors, build_monitors
+from zeroshard.metrics.sinks import CometSink, CsvSink, Event, TensorboardSink, WandbSink
 
 TensorBoardConfig = CSVConfig = FileMonitorConfig
 

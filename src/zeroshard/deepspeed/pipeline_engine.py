@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.data.batches import loader_for
 from zeroshard.deepspeed import collectives as comm
 from zeroshard.deepspeed.engine import DeepSpeedEngine
 from zeroshard.deepspeed.helpers import RepeatingLoader
 from zeroshard.deepspeed.logs import log_dist
 from zeroshard.deepspeed.pipeline_module import PipelineModule
-from zeroshard.engine.data import loader_for
 from zeroshard.engine.pipeline import Evaluation
 from zeroshard.errors import UsageError
 

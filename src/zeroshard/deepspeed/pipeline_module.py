@@ -31,7 +31,7 @@ from zeroshard.deepspeed.topology import (
 )
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.split import PipelineModel, StageModule, check_traffic
-from zeroshard.watchdog.join import join_ranks
+from zeroshard.session.join import join_ranks
 
 TIED = "tied_modules"
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.comm.env import current_rank_info
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.tensor_plan import neighbours, tensor_parallel
-from zeroshard.watchdog.join import join_ranks
+from zeroshard.session.join import join_ranks
 
 
 def tp_model_init(

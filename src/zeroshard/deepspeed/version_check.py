@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from zeroshard.deepspeed.logs import log_dist_once
 from zeroshard.errors import UsageError
-from zeroshard.watchdog.session import decline
+from zeroshard.session.session import decline
 
 
 class Consumer(NamedTuple):

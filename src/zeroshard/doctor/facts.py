@@ -21,8 +21,8 @@ from pathlib import Path
 
 from zeroshard.core.files import free_nbytes, turn_direct
 from zeroshard.core.filesystems import filesystem_of
-from zeroshard.launch.rank_env import variables_of_behaviour
 from zeroshard.memory.host_limits import ROOT, HostLimits, cgroup_folders, host_limits
+from zeroshard.run.variables import variables_of_behaviour
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "safetensors")
 """Packages whose versions are told. A missing one is no fault."""

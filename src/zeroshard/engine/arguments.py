@@ -1,11 +1,10 @@
-"""Checks losses, graphs and datasets that a caller passes to an engine."""
+"""Checks losses and graphs that a caller passes to an engine."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from zeroshard.errors import UsageError
 
@@ -38,17 +37,3 @@ def backward_error(loss: Any, error: Exception) -> UsageError | None:
         "module: return that tensor from its forward, in a tuple, dict or dataclass. Error of "
         "torch: " + str(error).split(". Hint")[0]
     )
-
-
-def check_dataset(dataset: Any) -> None:
-    """Check that a loader can be made of a dataset.
-
-    Raises:
-        UsageError: it is a loader, or not a dataset.
-    """
-    is_data = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
-    if isinstance(dataset, DataLoader) or not is_data:
-        raise UsageError(
-            f"training_data is a {type(dataset).__name__}, not a dataset. Pass the dataset itself; "
-            "the engine makes the loader that splits it over the ranks."
-        )

@@ -36,7 +36,6 @@ from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
 from zeroshard.engine.free_memory import check_memory, new_nbytes, passing_nbytes
 from zeroshard.engine.non_finite import NanPolicy, nan_policy
-from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake
 from zeroshard.engine.param_groups import groups_in_words
@@ -60,6 +59,7 @@ from zeroshard.engine.tied_units import (
 from zeroshard.engine.unit_plan import UnitSpec, layout_digest, plan_bytes
 from zeroshard.errors import in_short
 from zeroshard.memory.malloc import return_large_blocks
+from zeroshard.metrics.observe import Observer
 from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.offload.capacity_check import check_capacity
 from zeroshard.offload.offload_plan import (
@@ -76,8 +76,8 @@ from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of, tell_if_slow
 from zeroshard.precision.loss_scaler import LossScaler, scaler_from
 from zeroshard.precision.policy import Policy
-from zeroshard.watchdog.join import join_ranks
-from zeroshard.watchdog.session import CommSession, decline, open_session
+from zeroshard.session.join import join_ranks
+from zeroshard.session.session import CommSession, decline, open_session
 from zeroshard.zero.access import UnitOptimState
 from zeroshard.zero.clip import DataExchange, NormExchange, num_words
 from zeroshard.zero.copy_sums import CopySums

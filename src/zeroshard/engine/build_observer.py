@@ -16,15 +16,15 @@ import torch
 
 from zeroshard.device.choice import ops_of
 from zeroshard.engine.draft import Draft
-from zeroshard.engine.observe import Observer
 from zeroshard.engine.optimizer_step import is_simulated
-from zeroshard.engine.run_log import JsonLines, RunLog, file_name, note_in
 from zeroshard.engine.runtime import ZeroRuntime
-from zeroshard.engine.step_stream import StepStream
-from zeroshard.launch.rank_env import variables_of_behaviour
-from zeroshard.launch.run_folder import RECORD_FORMAT, attempt, make_run_folder
+from zeroshard.metrics.observe import Observer
+from zeroshard.metrics.run_log import JsonLines, RunLog, file_name, note_in
+from zeroshard.metrics.step_stream import StepStream
+from zeroshard.run.run_folder import RECORD_FORMAT, attempt, make_run_folder
+from zeroshard.run.variables import variables_of_behaviour
+from zeroshard.session.session import CommSession
 from zeroshard.version import __version__
-from zeroshard.watchdog.session import CommSession
 from zeroshard.watchdog.settings import WatchdogSettings
 
 PEAK_TFLOPS: Sequence[tuple[str, float]] = (

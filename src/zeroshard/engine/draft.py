@@ -21,19 +21,19 @@ from zeroshard.core.layout import SlotBlock
 from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import memory_nbytes, own_device
-from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.preemption import check_can_save_in
 from zeroshard.engine.restarts import batch_of_run
-from zeroshard.engine.sinks import check_packages
 from zeroshard.engine.unit_plan import UnitSpec, cut_block, plan_units, probed
 from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.metrics.monitors import Monitors, build_monitors
+from zeroshard.metrics.sinks import check_packages
 from zeroshard.optim.factory import Probe, build_optimizer
 from zeroshard.optim.schedulers import build_scheduler
 from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of
 from zeroshard.precision.policy import Policy, policy_from
-from zeroshard.watchdog.session import set_up_together
+from zeroshard.session.session import set_up_together
 from zeroshard.zero.sharded_parameter import owner_of
 from zeroshard.zero.unit import Unit
 

@@ -17,17 +17,15 @@ from zeroshard.comm.dtensors import whole_of
 from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
+from zeroshard.data.batches import agreed_batches, loader_for
 from zeroshard.device.choice import on_host, read
 from zeroshard.engine import export, failed_call, out_of_memory, shared_loss
 from zeroshard.engine.arguments import backward_error
 from zeroshard.engine.build import build_engine
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
-from zeroshard.engine.data import agreed_batches, loader_for
 from zeroshard.engine.draft import EngineArguments
-from zeroshard.engine.flops import counted
 from zeroshard.engine.manual_gc import ManualGC
-from zeroshard.engine.monitors import Monitors
 from zeroshard.engine.non_finite import NonFinitePolicy
 from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
 from zeroshard.engine.optimizer_step import SkippedSteps, loss_of
@@ -39,7 +37,13 @@ from zeroshard.engine.pipeline import (
     train_alone,
 )
 from zeroshard.engine.preemption import Preemption
-from zeroshard.engine.report import (
+from zeroshard.engine.restarts import Resumed
+from zeroshard.engine.shared_loss import LossSharing
+from zeroshard.engine.training_state import Counters, TrainingState
+from zeroshard.errors import UnsupportedError, UsageError, in_short
+from zeroshard.metrics.flops import counted
+from zeroshard.metrics.monitors import Monitors
+from zeroshard.metrics.step_report import (
     MemoryReport,
     StepReport,
     measured_nbytes,
@@ -47,10 +51,6 @@ from zeroshard.engine.report import (
     rows_from_vector,
     vector_of,
 )
-from zeroshard.engine.restarts import Resumed
-from zeroshard.engine.shared_loss import LossSharing
-from zeroshard.engine.training_state import Counters, TrainingState
-from zeroshard.errors import UnsupportedError, UsageError, in_short
 from zeroshard.precision.casting import cast_floats
 from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import EngineState

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.comm.env import local_device
 from zeroshard.comm.mesh_objects import mesh_sources
-from zeroshard.engine.arguments import check_dataset
+from zeroshard.data.data_loader import check_dataset
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.restarts import resume as load_newest
 from zeroshard.errors import UsageError
-from zeroshard.watchdog.join import join_ranks
+from zeroshard.session.join import join_ranks
 
 logger = logging.getLogger("zeroshard")
 

@@ -20,13 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.config import Config
 from zeroshard.device.choice import ops_of, read
-from zeroshard.engine.report import StepReport
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.errors import UsageError
+from zeroshard.metrics.step_report import StepReport
 from zeroshard.offload.async_update import PendingUpdates
 from zeroshard.optim.schedulers import schedule_restore, schedule_snapshot
 from zeroshard.precision.loss_scaler import DynamicScale, LossScaler
-from zeroshard.watchdog.session import CommSession
+from zeroshard.session.session import CommSession
 from zeroshard.zero.clip import (
     NO_LOSS,
     GlobalNorm,

@@ -30,9 +30,9 @@ from zeroshard.engine.remedies import (
     is_offloaded,
     remedies,
 )
-from zeroshard.launch.cgroup import read_peak_rss_nbytes, read_rss_nbytes
 from zeroshard.memory.host_limits import host_limits
 from zeroshard.parallel.split import PipelineModel
+from zeroshard.run.cgroup import read_peak_rss_nbytes, read_rss_nbytes
 
 _SIZES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")

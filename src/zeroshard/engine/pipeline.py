@@ -30,7 +30,7 @@ from zeroshard.zero.reduce import BackwardKind
 from zeroshard.zero.unit import Unit
 
 if TYPE_CHECKING:
-    from zeroshard.watchdog.session import CommSession
+    from zeroshard.session.session import CommSession
 
 REFUSED = {
     "forward": "runs the whole model, of which this rank has a part",

@@ -26,8 +26,8 @@ from zeroshard.config import LoadedConfig
 from zeroshard.config.resolve import WATCHERS
 from zeroshard.core.files import write_for_this_user
 from zeroshard.core.mesh import Mesh
-from zeroshard.launch.run_folder import make_run_folder
 from zeroshard.parallel.split import PipelineModel
+from zeroshard.run.run_folder import make_run_folder
 from zeroshard.watchdog.settings import WatchdogSettings
 
 ENTRY = "plan_entry"

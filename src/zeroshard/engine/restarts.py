@@ -17,7 +17,7 @@ from zeroshard.comm.env import run_name
 from zeroshard.config import LoadedConfig
 from zeroshard.config.fewer_ranks import RunBatch, fitting_sizes
 from zeroshard.errors import UsageError
-from zeroshard.launch.batch_note import BatchNote, told_by_launcher, write_note
+from zeroshard.run.batch_note import BatchNote, told_by_launcher, write_note
 
 logger = logging.getLogger("zeroshard")
 

@@ -32,11 +32,6 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.utils.api import macros
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.cgroup import (
-    read_oom_counters,
-    read_rss_nbytes,
-    read_shm_nbytes,
-)
 from zeroshard.launch.common_store import (
     LOOPBACK,
     CommonStore,
@@ -45,21 +40,26 @@ from zeroshard.launch.common_store import (
     store_of_one_host,
 )
 from zeroshard.launch.cores import bound
-from zeroshard.launch.exit_report import (
+from zeroshard.launch.leftovers import remove_recordings
+from zeroshard.launch.orphan_reaper import OrphanReaper
+from zeroshard.launch.rendezvous import StoreRendezvous
+from zeroshard.launch.streams import Streams
+from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerSupervisor
+from zeroshard.memory.host_limits import host_limits
+from zeroshard.run.cgroup import (
+    read_oom_counters,
+    read_rss_nbytes,
+    read_shm_nbytes,
+)
+from zeroshard.run.exit_report import (
     EXIT_SURVIVOR,
     ExitReport,
     KernelCounters,
     RankExit,
     build_report,
 )
-from zeroshard.launch.kept_exit import keep_exit
-from zeroshard.launch.leftovers import remove_recordings
-from zeroshard.launch.orphan_reaper import OrphanReaper
-from zeroshard.launch.rendezvous import StoreRendezvous
-from zeroshard.launch.run_folder import RUN_ID_VARIABLE, attempt
-from zeroshard.launch.streams import Streams
-from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerSupervisor
-from zeroshard.memory.host_limits import host_limits
+from zeroshard.run.kept_exit import keep_exit
+from zeroshard.run.run_folder import RUN_ID_VARIABLE, attempt
 
 _TICK_S = 0.02
 _RSS_EVERY_S = 1.0

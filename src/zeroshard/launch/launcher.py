@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import TextIO
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.address import check_address
-from zeroshard.launch.cgroup import read_shm_nbytes
 from zeroshard.launch.cores import Shares, parse_core_list, read_cpus, share_cores, share_listed
 from zeroshard.launch.launch_plan import (
     ExecAsRank,
@@ -55,8 +53,10 @@ from zeroshard.launch.restarting import (
     restart_srun,
     start_nodes,
 )
-from zeroshard.launch.run_folder import ATTEMPT_VARIABLE, RUN_ID_VARIABLE, new_run_id
 from zeroshard.memory.host_limits import host_limits
+from zeroshard.run.address import check_address
+from zeroshard.run.cgroup import read_shm_nbytes
+from zeroshard.run.run_folder import ATTEMPT_VARIABLE, RUN_ID_VARIABLE, new_run_id
 
 _PID_FOLDER = Path("/tmp")  # not TMPDIR: programs look for the file here
 

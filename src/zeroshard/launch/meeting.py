@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,17 +21,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.batch_note import CHECKPOINT_DIR_VARIABLE
-from zeroshard.launch.exit_report import EXIT_SURVIVOR, ExitReport
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import RunHere
 from zeroshard.launch.next_ranks import Answers
 from zeroshard.launch.options import LaunchRequest
 from zeroshard.launch.restart import say
 from zeroshard.launch.restarting import host_of, on_slots
-from zeroshard.launch.run_folder import RUN_ID_VARIABLE
 from zeroshard.launch.team import Team
 from zeroshard.launch.usable import usable_slots
+from zeroshard.run.address import unused_port
+from zeroshard.run.batch_note import CHECKPOINT_DIR_VARIABLE
+from zeroshard.run.exit_report import EXIT_SURVIVOR, ExitReport
+from zeroshard.run.run_folder import RUN_ID_VARIABLE
 
 if TYPE_CHECKING:
     from zeroshard.launch.agent import NodeRun
@@ -200,7 +200,7 @@ def _lead(meeting: Meeting, part: _Part, run_id: str) -> int:
     def run(number: int) -> ExitReport:
         slots = {host.name: host.slots for host in team.now}
         env = {**team.env(number), RUN_ID_VARIABLE: run_id}
-        plan = AttemptPlan(_free_port(), slots, env)
+        plan = AttemptPlan(unused_port(""), slots, env)
         meeting.write(f"plan/{number}", asdict(plan))
         report = part.run(number, plan)
         ends = _collect(meeting, number, part.end(report), part.pulse)
@@ -377,12 +377,6 @@ def _beating(meeting: Meeting, pulse: _Pulse) -> Iterator[None]:
     finally:
         ended.set()
         thread.join(BEAT_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _is_of_store(error: BaseException) -> bool:

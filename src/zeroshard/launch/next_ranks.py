@@ -1,7 +1,7 @@
 """Chooses the ranks of the next attempt, after hosts or slots were lost.
 
 :func:`next_ranks` is pure. The launcher asks every host which of its slots can be used, and reads what
-rank 0 wrote about the batch (:mod:`zeroshard.launch.batch_note`): with which numbers of ranks
+rank 0 wrote about the batch (:mod:`zeroshard.run.batch_note`): with which numbers of ranks
 ``train_batch_size`` stays what it was.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zeroshard.launch.batch_note import BatchNote
 from zeroshard.launch.hosts import Host
+from zeroshard.run.batch_note import BatchNote
 
 Answers = Mapping[str, tuple[int, ...] | None]
 """Host -> its slots that can be used; None if it does not answer."""

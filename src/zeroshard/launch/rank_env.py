@@ -6,11 +6,9 @@ Every value is only a default: a variable that the user exported wins.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 
-from zeroshard.core.hidden import without_secrets
 from zeroshard.errors import LaunchError
 
 # Prefixes of the variables that are passed to other hosts.
@@ -31,27 +29,6 @@ _EXPORTED_NAMES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "TOKENIZE
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 """A file of lines ``NAME=value`` for ranks of other hosts, in the home or the working directory."""
-
-
-_BEHAVIOUR = re.compile(
-    r"(NCCL|TORCH|GLOO|OMP|MKL|ZEROSHARD|PYTORCH)_|CUDA_LAUNCH_BLOCKING$|CUDA_VISIBLE_DEVICES$"
-)
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|PASS$|PASS_|CREDENTIAL", re.IGNORECASE)
-
-
-def variables_of_behaviour(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that change what a run does, sorted by name; secrets are hidden.
-
-    A name tells a secret, or an address with a user and a password in the value.
-
-    >>> variables_of_behaviour({"NCCL_DEBUG": "INFO", "HOME": "/h", "TORCH_TOKEN": "x"})
-    {'NCCL_DEBUG': 'INFO', 'TORCH_TOKEN': '(hidden)'}
-    """
-    return {
-        name: "(hidden)" if _SECRET.search(name) else without_secrets(value)
-        for name, value in sorted((os.environ if env is None else env).items())
-        if _BEHAVIOUR.match(name)
-    }
 
 
 def check_secret(env: Mapping[str, str]) -> str:
@@ -90,7 +67,7 @@ def rank_defaults(
 ) -> dict[str, str]:
     """Variables to add to ``env`` for the ranks of one node; none that is set in ``env``.
 
-    ``run_id`` names the folder of the run (:mod:`zeroshard.launch.run_folder`).
+    ``run_id`` names the folder of the run (:mod:`zeroshard.run.run_folder`).
 
     ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` is among them because torch (2.13) otherwise keeps the store
     keys of a dead attempt, and gloo connects to the addresses in them. With ``expandable_segments``

@@ -25,7 +25,6 @@ from types import FrameType
 from typing import TextIO
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.exit_report import EXIT_SURVIVOR, ExitReport, RankExit
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.rank_env import SECRET_VARIABLE
 from zeroshard.launch.supervisor import (
@@ -34,6 +33,7 @@ from zeroshard.launch.supervisor import (
     WorkerSupervisor,
     signal_leader,
 )
+from zeroshard.run.exit_report import EXIT_SURVIVOR, ExitReport, RankExit
 
 _TICK_S = 0.05
 _SHOWN = (

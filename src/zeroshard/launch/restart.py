@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from zeroshard.launch.exit_report import ExitReport
+from zeroshard.run.exit_report import ExitReport
 
 MAX_WITHOUT_PROGRESS = 3
 """So many attempts in a row that save no newer checkpoint end the run."""

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.exit_report import ExitReport
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import RunHere, RunNodes, RunSrun, srun_words
 from zeroshard.launch.mpi import mpi_flags
@@ -29,11 +28,12 @@ from zeroshard.launch.remote import (
     ssh_words,
     this_launcher,
 )
-from zeroshard.launch.run_folder import RUN_ID_VARIABLE
 from zeroshard.launch.srun import srun_command
 from zeroshard.launch.supervisor import ShutdownTimeouts
 from zeroshard.launch.team import Team
 from zeroshard.launch.usable import ask_hosts, question, usable_slots
+from zeroshard.run.exit_report import ExitReport
+from zeroshard.run.run_folder import RUN_ID_VARIABLE
 
 if TYPE_CHECKING:
     from zeroshard.launch.agent import NodeRun

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from zeroshard.launch.traces import starts_trace
+from zeroshard.run.traces import starts_trace
 
 _TAIL_NBYTES = 128 << 10
 _LINE_NBYTES = 64 << 10

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from zeroshard.launch.cgroup import is_stopped
-from zeroshard.launch.exit_report import RankExit
+from zeroshard.run.cgroup import is_stopped
+from zeroshard.run.exit_report import RankExit
 
 
 class WorkerProcess(Protocol):

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from zeroshard.launch.batch_note import BatchNote, read_note, restart_env
-from zeroshard.launch.exit_report import ExitReport
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import check_min_ranks
 from zeroshard.launch.next_ranks import Answers, next_ranks
 from zeroshard.launch.options import LaunchRequest
 from zeroshard.launch.restart import read_newest, run_attempts, say
-from zeroshard.launch.run_folder import ATTEMPT_VARIABLE
+from zeroshard.run.batch_note import BatchNote, read_note, restart_env
+from zeroshard.run.exit_report import ExitReport
+from zeroshard.run.run_folder import ATTEMPT_VARIABLE
 
 
 class Team:

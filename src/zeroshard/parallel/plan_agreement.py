@@ -32,7 +32,7 @@ from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.errors import RankMismatch, in_short
 from zeroshard.parallel.dropout_streams import draws
-from zeroshard.watchdog.join import waiting_for_partners
+from zeroshard.session.join import waiting_for_partners
 from zeroshard.zero.param_bucket import fingerprint_of
 
 TIMEOUT_S = 600.0
@@ -78,7 +78,7 @@ def announce_failure(mesh: DeviceMesh, error: Exception) -> None:
 def waiting_for_tensor_ranks(mesh: DeviceMesh) -> Iterator[Callable[[Sequence[int]], None]]:
     """A context of waits in this mesh. Yields a check for them, which ends a wait that has no end.
 
-    See :func:`~zeroshard.watchdog.join.waiting_for_partners`.
+    See :func:`~zeroshard.session.join.waiting_for_partners`.
     """
     if not _has_others(mesh):
         yield lambda _missing: None

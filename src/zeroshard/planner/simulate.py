@@ -31,9 +31,9 @@ from zeroshard.engine.build import gathers_while_reducing
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.out_of_memory import run_of
 from zeroshard.engine.remedies import Run
-from zeroshard.engine.report import OUTSIDE, MemoryRow
-from zeroshard.engine.sinks import SINKS
 from zeroshard.errors import UsageError
+from zeroshard.metrics.sinks import SINKS
+from zeroshard.metrics.step_report import OUTSIDE, MemoryRow
 from zeroshard.parallel.pipeline_stage import Boundary
 from zeroshard.parallel.schedules import SCHEDULES, idle, live
 from zeroshard.parallel.split import PipelineModel

@@ -1,6 +1,6 @@
 """Reads the records of a run: the files ``steps-*.jsonl`` in its folder.
 
-:mod:`zeroshard.engine.run_log` writes them. A process that was killed may leave an incomplete last line,
+:mod:`zeroshard.metrics.run_log` writes them. A process that was killed may leave an incomplete last line,
 which is left out with a note. Anything else that cannot be read is an error: a page never shows part of a
 record as the whole.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import UsageError
-from zeroshard.launch.run_folder import RECORD_FORMAT
+from zeroshard.run.run_folder import RECORD_FORMAT
 
 Points = list[tuple[int, float]]
 """Pairs (step, value)."""

@@ -18,7 +18,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
+from zeroshard.run.address import unused_port
 from zeroshard.testing.outcome import GRACE_S, Outcome, RankEnd
 from zeroshard.testing.worker import STACKS_SIGNAL, TestJob, TestReport, serve
 
@@ -328,9 +328,6 @@ def _job(
 
 def _environ(world_size: int) -> dict[str, str]:
     """This process's variables and those of ``torchrun``, except ``RANK`` and ``LOCAL_RANK``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
     return {
         **loopback,  # gloo would look up the host's name, which takes seconds on some machines
@@ -338,7 +335,7 @@ def _environ(world_size: int) -> dict[str, str]:
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(unused_port()),
     }
 
 

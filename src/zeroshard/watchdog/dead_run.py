@@ -19,7 +19,7 @@ from zeroshard import errors
 from zeroshard.comm.flight_recorder import FlightRecording, rank_ranges
 from zeroshard.comm.host import Process, this_process
 from zeroshard.errors import EXIT_DIAGNOSIS, DistributedError, UsageError
-from zeroshard.launch.kept_exit import KeptExit, read_exits
+from zeroshard.run.kept_exit import KeptExit, read_exits
 from zeroshard.watchdog.diagnosis import (
     Diagnosis,
     RankStatus,

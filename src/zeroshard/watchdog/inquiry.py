@@ -18,7 +18,7 @@ from typing import Any
 
 from zeroshard.comm.host import Process, times_run
 from zeroshard.core.files import write_for_this_user
-from zeroshard.launch.run_folder import run_folder
+from zeroshard.run.run_folder import run_folder
 from zeroshard.watchdog.diagnosis import TORCH, Diagnosis, RankStatus, Wait, diagnose
 from zeroshard.watchdog.messages import Messages
 from zeroshard.watchdog.rank_status import (

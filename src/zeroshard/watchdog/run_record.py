@@ -30,8 +30,8 @@ from zeroshard.comm.host import Process
 from zeroshard.comm.recorder import PRESENCE
 from zeroshard.core.files import write_for_this_user
 from zeroshard.errors import UsageError
-from zeroshard.launch.kept_exit import point_to
-from zeroshard.launch.run_folder import make_run_folder, run_folder
+from zeroshard.run.kept_exit import point_to
+from zeroshard.run.run_folder import make_run_folder, run_folder
 from zeroshard.watchdog.rank_status import Peer
 
 RANKS = "ranks.json"

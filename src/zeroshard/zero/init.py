@@ -33,8 +33,8 @@ from zeroshard.device.choice import read
 from zeroshard.errors import RankMismatch, UnsupportedError
 from zeroshard.memory.storage import is_aliased
 from zeroshard.precision.policy import policy_from
-from zeroshard.watchdog.join import join_ranks
-from zeroshard.watchdog.session import open_session
+from zeroshard.session.join import join_ranks
+from zeroshard.session.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.zero import materialize, sharded_parameter
 from zeroshard.zero.attached import Attached

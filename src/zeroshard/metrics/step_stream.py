@@ -20,10 +20,10 @@ import torch
 from zeroshard.comm.recorder import Recorder
 from zeroshard.core.sizes import GIB
 from zeroshard.device.ops import DeviceOps, HostValues, Mark
-from zeroshard.engine.report import StepReport
-from zeroshard.engine.sinks import Event
 from zeroshard.errors import DistributedError
-from zeroshard.launch.cgroup import read_peak_rss_nbytes
+from zeroshard.metrics.sinks import Event
+from zeroshard.metrics.step_report import StepReport
+from zeroshard.run.cgroup import read_peak_rss_nbytes
 
 PREFIX = "Train/Samples/"
 MEMORY_EVERY = 10

@@ -45,8 +45,8 @@ from zeroshard.comm.host import hung_up, open_sockets, sibling_ranks
 from zeroshard.comm.recorder import PRESENCE, recording_dir
 from zeroshard.core.listening import interface_socket, listening_socket
 from zeroshard.errors import LaunchError, RankLate, RankLost
-from zeroshard.launch.address import check_address
-from zeroshard.launch.cgroup import is_stopped
+from zeroshard.run.address import check_address
+from zeroshard.run.cgroup import is_stopped
 from zeroshard.watchdog.diagnosis import Diagnosis, RankStatus, Wait, diagnose
 from zeroshard.watchdog.messages import StoreLost, watchdog_namespace
 from zeroshard.watchdog.rank_status import stack_line

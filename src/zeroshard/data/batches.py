@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from zeroshard.engine.arguments import check_dataset
-from zeroshard.engine.data_loader import ResumableLoader
+from zeroshard.data.data_loader import ResumableLoader, check_dataset
 from zeroshard.errors import UnevenBatches
 
 T = TypeVar("T")
@@ -109,7 +108,7 @@ def loader_for(
     """A loader that gives every rank its part of the dataset (``engine.deepspeed_io``).
 
     Training data (``route="train"``) is shuffled. The sampler pads, so that all ranks have equally many
-    batches. The loader can be resumed: see :class:`zeroshard.engine.data_loader.ResumableLoader`.
+    batches. The loader can be resumed: see :class:`zeroshard.data.data_loader.ResumableLoader`.
     """
     check_dataset(dataset)
     return ResumableLoader(

@@ -18,8 +18,8 @@ from zeroshard.comm.shm_messages import ShmLink
 from zeroshard.comm.stage_messages import Channel, StageMessages, channels_of
 from zeroshard.core.mesh import SHARDS, Mesh
 from zeroshard.errors import RankLost
+from zeroshard.session.watch import SessionWatch
 from zeroshard.watchdog.rank_status import Peer
-from zeroshard.watchdog.session_watch import SessionWatch
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import calls_of
 from zeroshard.watchdog.watchdog import Watchdog

@@ -33,7 +33,7 @@ from torch.utils.data import (
 )
 
 from zeroshard.checkpoint.rng import rng_state, set_rng_state
-from zeroshard.errors import CheckpointError
+from zeroshard.errors import CheckpointError, UsageError
 
 _log = logging.getLogger(__name__)
 
@@ -457,3 +457,17 @@ def _read_again(batches: Iterator[Any], count: int) -> None:
 def _seed(*parts: int) -> int:
     """A seed of 63 bits that depends on all parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+
+
+def check_dataset(dataset: Any) -> None:
+    """Check that a loader can be made of a dataset.
+
+    Raises:
+        UsageError: it is a loader, or not a dataset.
+    """
+    is_data = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
+    if isinstance(dataset, DataLoader) or not is_data:
+        raise UsageError(
+            f"training_data is a {type(dataset).__name__}, not a dataset. Pass the dataset itself; "
+            "the engine makes the loader that splits it over the ranks."
+        )

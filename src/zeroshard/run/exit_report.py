@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroshard.errors import CLOSED, ENDED, EXIT_DIAGNOSIS
-from zeroshard.launch.blame import Blame, blame_of, last_diagnosis
-from zeroshard.launch.cgroup import OomCounters
-from zeroshard.launch.traces import Trace, last_trace, trace_of_error_file
 from zeroshard.memory.host_limits import gib
+from zeroshard.run.blame import Blame, blame_of, last_diagnosis
+from zeroshard.run.cgroup import OomCounters
+from zeroshard.run.traces import Trace, last_trace, trace_of_error_file
 
 EXIT_SURVIVOR = 76  # exit code of a rank that ends itself because it lost its peers
 

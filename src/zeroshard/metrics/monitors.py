@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from zeroshard.engine.sinks import SINKS, CallableSink, Event, Sink, check_packages
 from zeroshard.errors import ConfigError
+from zeroshard.metrics.sinks import SINKS, CallableSink, Event, Sink, check_packages
 
 _log = logging.getLogger("zeroshard")
 

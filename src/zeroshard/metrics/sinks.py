@@ -2,7 +2,7 @@
 
 A sink is a class with the methods of :class:`Sink`. Its constructor runs at the start of the run and
 raises :class:`ConfigError` for what the user has to change. Everything else runs in a thread of its own
-(:mod:`zeroshard.engine.monitors`), except :meth:`Sink.find_run`.
+(:mod:`zeroshard.metrics.monitors`), except :meth:`Sink.find_run`.
 
 A tracker that the program, Transformers' Trainer or Accelerate has opened is joined: its run gets the
 events, and stays open. A Trainer opens it after the engine was built. So a sink opens a run of its own no

@@ -2,10 +2,10 @@
 
 Rank 0 writes one file for each engine. The first line describes the run, one line follows for each step
 and for each warning of the library, and the last line says how it ended. A thread writes the lines
-(:mod:`zeroshard.engine.monitors`), so that a process that is killed loses the last step at most.
+(:mod:`zeroshard.metrics.monitors`), so that a process that is killed loses the last step at most.
 
 Of the environment only the variables that change behaviour are written
-(:func:`zeroshard.launch.rank_env.variables_of_behaviour`), and no secrets of the configuration.
+(:func:`zeroshard.run.variables.variables_of_behaviour`), and no secrets of the configuration.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from zeroshard.core.files import for_this_user
-from zeroshard.engine.monitors import Worker
-from zeroshard.engine.sinks import Sink
-from zeroshard.engine.step_stream import StepEvent
 from zeroshard.errors import in_short
+from zeroshard.metrics.monitors import Worker
+from zeroshard.metrics.sinks import Sink
+from zeroshard.metrics.step_stream import StepEvent
 
 _logger = logging.getLogger("zeroshard")  # of nearly all warnings of the library
 

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zeroshard.core.files import write_for_this_user
-from zeroshard.launch.exit_report import ExitReport
-from zeroshard.launch.run_folder import RUN_ID_VARIABLE, default_root, make_run_folder, run_id
+from zeroshard.run.exit_report import ExitReport
+from zeroshard.run.run_folder import RUN_ID_VARIABLE, default_root, make_run_folder, run_id
 
 _DUMP_DIR = "ZEROSHARD_DUMP_DIR"
 

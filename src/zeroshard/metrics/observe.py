@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, TypeVar
 from zeroshard.comm.recorder import Entry, Recorder
 from zeroshard.config import Config
 from zeroshard.core.ledger import RESTING, TEMPORARY, Ledger
-from zeroshard.engine.monitors import BLOCKED_S, Monitors
-from zeroshard.engine.report import StepReport
-from zeroshard.engine.run_log import RunLog
-from zeroshard.engine.step_stream import MEMORY_EVERY, StepEvent, StepStream
+from zeroshard.metrics.monitors import BLOCKED_S, Monitors
+from zeroshard.metrics.run_log import RunLog
+from zeroshard.metrics.step_report import StepReport
+from zeroshard.metrics.step_stream import MEMORY_EVERY, StepEvent, StepStream
 
 logger = logging.getLogger("zeroshard")
 T = TypeVar("T")

@@ -48,13 +48,8 @@ from zeroshard.errors import (
     UsageError,
     ZeroShardError,
 )
-from zeroshard.version import __version__
-from zeroshard.watchdog.join import own_client, place_of, store_rank, watchdog_of
-from zeroshard.watchdog.lone_reads import LoneReadCheck
-from zeroshard.watchdog.messages import LEAVERS, watchdog_namespace
-from zeroshard.watchdog.rank_status import Peer, Peers
-from zeroshard.watchdog.run_record import RanksFile, write_ranks
-from zeroshard.watchdog.session_opener import (
+from zeroshard.session.join import own_client, place_of, store_rank, watchdog_of
+from zeroshard.session.opener import (
     GroupKind,
     PipelineLinks,
     SessionOpener,
@@ -62,7 +57,12 @@ from zeroshard.watchdog.session_opener import (
     groups_of,
     own_group,
 )
-from zeroshard.watchdog.session_watch import SessionWatch, divergence_text
+from zeroshard.session.watch import SessionWatch, divergence_text
+from zeroshard.version import __version__
+from zeroshard.watchdog.lone_reads import LoneReadCheck
+from zeroshard.watchdog.messages import LEAVERS, watchdog_namespace
+from zeroshard.watchdog.rank_status import Peer, Peers
+from zeroshard.watchdog.run_record import RanksFile, write_ranks
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.stop_agreement import StopAgreement
 from zeroshard.watchdog.stop_signals import StopSignals

@@ -1,0 +1,1 @@
+"""Values of a step: where they come from, and the monitors, sinks and records that they go to."""
