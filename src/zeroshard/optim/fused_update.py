@@ -231,12 +231,6 @@ class FusedUpdate:
         self._master_R = master_R
         self._low_R = param_R
         self._lend = lend
-        names = (*kernel.shaped, "step") if kernel.counts else kernel.shaped
-        self._known = [
-            (value, name, state[name])
-            for (_, _, value), state in zip(fragments, states, strict=True)
-            for name in names
-        ]
         self._steps = [state["step"] for state in states] if kernel.counts else []
         numel = master_R.numel()
         self._pieces = [
@@ -254,17 +248,6 @@ class FusedUpdate:
                 for _, at, value in fragments
                 if (begin := at + _round_down(value.numel())) < at + value.numel()
             ]
-
-    def is_current(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
-        """Whether the views are of the tensors in ``state``, the optimizer's state of each fragment.
-
-        (Loading optimizer state replaces them.)
-        """
-        for value, name, known in self._known:
-            here = state.get(value)
-            if here is None or here.get(name) is not known:
-                return False
-        return True
 
     def run(
         self,

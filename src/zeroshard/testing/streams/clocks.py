@@ -50,7 +50,3 @@ class Timeline:
     def join(self, clock: Mapping[int, int]) -> None:
         """Let later operations begin after all that ``clock`` knows."""
         merge(self.clock, clock)
-
-    def has_seen(self, number: int, tick: int) -> bool:
-        """Whether operation ``tick`` of timeline ``number`` ends before the next operation begins."""
-        return self.clock.get(number, 0) >= tick
