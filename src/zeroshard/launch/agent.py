@@ -52,9 +52,10 @@ from zeroshard.launch.exit_report import (
     RankExit,
     build_report,
 )
+from zeroshard.launch.guardian import Guardian
 from zeroshard.launch.kept_exit import keep_exit
 from zeroshard.launch.leftovers import remove_recordings
-from zeroshard.launch.orphan_reaper import OrphanReaper
+from zeroshard.launch.open_files import many_open_files
 from zeroshard.launch.rendezvous import StoreRendezvous
 from zeroshard.launch.run_folder import RUN_ID_VARIABLE, attempt
 from zeroshard.launch.streams import Streams
@@ -91,21 +92,25 @@ class NodeRun:
 def run_node(run: NodeRun, console: TextIO) -> ExitReport:
     """Run the ranks of this node to their end and print the report; its exit code is the launcher's."""
     prefix = "zeroshard-launch-"
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as scratch:
-        report = _run_node(run, console, Path(scratch))
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as scratch,
+        many_open_files(),
+        Guardian() as guardian,
+        guardian.past(console) as direct,
+    ):
+        report = _run_node(run, direct, Path(scratch), guardian)
     env = {**os.environ, **run.env}
     keep_exit(report, attempt(env), env)
     return report
 
 
-def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> ExitReport:
+def _run_node(run: NodeRun, console: TextIO, scratch: Path, guardian: Guardian) -> ExitReport:
     before = read_oom_counters()
     memory = host_limits()
     # A single rank keeps the terminal (progress bars, debuggers). Lines of several ranks must not mix.
     outputs = sys.stdout.buffer if run.num_local * run.num_nodes > 1 else None
     streams = Streams(console.buffer, outputs, run.log_dir)
-    reaper = OrphanReaper()
-    watch = _Watch(run, streams, reaper)
+    watch = _Watch(run, streams, guardian)
     opened = ExitStack()
     try:
         with _quiet_torch(run.verbose), _signals(prompt=run.num_nodes > 1):
@@ -125,7 +130,6 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> ExitReport:
             raise _start_error(run, error) from error
     finally:
         opened.close()  # the ranks have ended
-        reaper.dismiss()
         run_id = run.env.get(RUN_ID_VARIABLE, os.environ.get(RUN_ID_VARIABLE, ""))
         remove_recordings(run_id, watch.ended_pids)
     limit = memory.cgroup.limit_nbytes if memory.cgroup else None
@@ -146,8 +150,8 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> ExitReport:
 class _Watch:
     """The supervisor of this node's ranks once they run, and samples of their memory, one a second."""
 
-    def __init__(self, run: NodeRun, streams: Streams, reaper: OrphanReaper) -> None:
-        self._guardian = reaper
+    def __init__(self, run: NodeRun, streams: Streams, guardian: Guardian) -> None:
+        self._guardian = guardian
         self._run = run
         self._streams = streams
         self._peak_nbytes: dict[int, int] = {}

@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TextIO
 
+from zeroshard.core.listening import gloo_on_loopback
 from zeroshard.errors import LaunchError
 from zeroshard.launch.address import check_address
 from zeroshard.launch.cgroup import read_shm_nbytes
@@ -186,7 +187,9 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     env |= with_directory_first(os.environ, request.as_deepspeed)
     if here.devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = here.devices
-    if here.num_nodes > 1 and here.master_addr is not None:
+    if here.num_nodes == 1:
+        env |= {n: value for n, value in gloo_on_loopback().items() if n not in os.environ}
+    elif here.master_addr is not None:
         env[MASTER_VARIABLE] = here.master_addr
     node = NodeRun(
         program=program,

@@ -30,6 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
+from zeroshard.core.listening import gloo_on_loopback
 from zeroshard.testing.outcome import GRACE_S, Outcome, RankEnd
 from zeroshard.testing.worker import STACKS_SIGNAL, TestJob, TestReport, serve
 
@@ -331,9 +332,8 @@ def _environ(world_size: int) -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
     return {
-        **loopback,  # gloo would look up the host's name, which takes seconds on some machines
+        **gloo_on_loopback(),
         **os.environ,
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
