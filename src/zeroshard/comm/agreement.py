@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import socket
 import threading
 import time
@@ -31,6 +32,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.recorder import Recorder
+from zeroshard.core.blame import tell_launcher
 from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError, DistributedError, RankLate, RankLost, RankMismatch
 
@@ -177,10 +179,13 @@ def wait_for(
             check(late)
             if waited_s > timeout_s and (found := find()) is None:
                 who = rank_ranges(late) if late else "the rank that came last"
-                raise RankLate(
+                error = RankLate(
                     f"RankLate: {who} did not reach {topic} within "
                     f"{timeout_s:.0f} s, while rank {rank} waited. Look at its output first."
                 )
+                error.ranks, error.did = tuple(late), "was late" if len(late) == 1 else "were late"
+                tell_launcher(error, os.environ)
+                raise error
             if found is not None:
                 return found
         time.sleep(pause_s)

@@ -31,6 +31,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.utils.api import macros
 
+from zeroshard.core.blame import BLAME_VARIABLE, read_blame
 from zeroshard.errors import LaunchError
 from zeroshard.launch.cgroup import (
     read_oom_counters,
@@ -261,6 +262,7 @@ class _Logs(LogsSpecs):
             dest.error_files[local] = str(_error_file(self._scratch, rank))
             env.update(self._env)
             env["TORCHELASTIC_ERROR_FILE"] = dest.error_files[local]
+            env[BLAME_VARIABLE] = str(_blame_file(self._scratch, rank))
         return dest
 
     @property
@@ -341,16 +343,21 @@ def _signals(*, prompt: bool) -> Iterator[None]:
 
 
 def _with_words(death: RankExit, streams: Streams, scratch: Path) -> RankExit:
-    """``death`` with the end of the rank's standard error and its error file."""
+    """``death`` with the end of the rank's standard error, its error file and whom it blames."""
     try:
         error_file = _error_file(scratch, death.rank).read_text(errors="replace")
     except OSError:
         error_file = ""
-    return replace(death, stderr=streams.tail(death.rank), error_file=error_file)
+    blame = read_blame(_blame_file(scratch, death.rank))
+    return replace(death, stderr=streams.tail(death.rank), error_file=error_file, blame=blame)
 
 
 def _error_file(scratch: Path, rank: int) -> Path:
     return scratch / f"error-{rank}.json"
+
+
+def _blame_file(scratch: Path, rank: int) -> Path:
+    return scratch / f"blame-{rank}.json"
 
 
 def _print(report: ExitReport, streams: Streams, console: TextIO) -> None:
