@@ -67,10 +67,13 @@ class CheckpointError(ZeroShardError):
 class DistributedError(ZeroShardError):
     """Base of all errors that concern several ranks.
 
-    ``on_all_ranks``: every rank raises it at this point, so no rank has to be told.
+    ``on_all_ranks``: every rank raises it at this point, so no rank has to be told. ``ranks``: those that
+    were the cause, and ``did``: what they did (``rank 1 <did>``); empty: no rank is presumed to be it.
     """
 
     on_all_ranks = False
+    ranks: tuple[int, ...] = ()
+    did = ""
 
 
 class RankMismatch(DistributedError):

@@ -336,6 +336,7 @@ def test_a_skipped_unit_is_named_with_the_way_out():
         '  Fix: "conditional_modules": ["visual"], or let every rank run it.',
     ]
     assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankDivergence", True, (6, 7))
+    assert (diagnosis.cause, diagnosis.did) == ((6, 7), "skipped 'visual' (train.py:88 forward)")
 
 
 def test_a_layer_of_a_tensor_group_has_no_key_that_lets_ranks_skip_it():
@@ -409,6 +410,8 @@ def test_a_rank_that_reads_alone_is_named_with_its_line():
         "(train.py:12 log < train.py:40 main).",
         "  Fix: read them on every rank; every rank must send its part.",
     ]
+    did = "read values of 'head' alone (train.py:12 log < train.py:40 main)"
+    assert (diagnosis.cause, diagnosis.did) == ((0,), did)
 
 
 def meets(seen: RankStatus, label: str, seq: int, what: str, **known) -> RankStatus:
@@ -467,7 +470,9 @@ def test_a_rank_that_went_on_after_an_error_of_its_own_is_named_with_it():
     assert (late.kind, late.fatal, late.ranks) == ("RankLate", False, (1,))
     assert f"  rank 1: outside collectives, train.py:7 main, after {error}\n" in late.text
     assert "Rank 1 went on after an error that the others did not have. Not ended" in late.text
+    assert (late.cause, late.did) == ((), "")  # it does not end the run
     parted = judged(status(0, gathers("a", "b")), status(1, gathers("a", "a"), failed=error))
+    assert (parted.cause, parted.did) == ((1,), f"went on after {error}")
     assert parted.kind == "RankDivergence"
     assert f"Rank 1 went on after {error}.\n  Fix: let such an error end" in parted.text
 
@@ -523,6 +528,8 @@ def test_a_rank_that_has_not_come_yet_is_named_as_such():
         "  No other call so far: rank 1 is slow, or will not make this call. Fix: make this call "
         "on every rank, or allow more than 20 s (trust.sections.setup).",
     ]
+    did = "was late, and the others gave up: has not come yet"
+    assert (diagnosis.cause, diagnosis.did) == ((1,), did)
 
 
 def test_a_rank_outside_collectives_is_late_and_the_run_goes_on():

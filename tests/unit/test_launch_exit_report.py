@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import asdict
 
 import pytest
 
+from zeroshard.errors import RankLate
+from zeroshard.run.blame import BLAME_VARIABLE, Blame, read_blame, tell_launcher
 from zeroshard.run.cgroup import OomCounters
 from zeroshard.run.exit_report import KernelCounters, RankExit, build_report, explain_exit
 from zeroshard.run.traces import last_trace, starts_trace, trace_of_error_file
+from zeroshard.watchdog.diagnosis import Diagnosis, diagnosis_of_values
 
 GIB = 1 << 30
 NOTHING = KernelCounters(OomCounters(0, 0))
@@ -216,7 +220,8 @@ def test_a_rank_that_left_early_with_code_0_is_named_first(code, stderr, what):
 
 
 def test_a_rank_that_the_watchdog_stopped_for_a_lost_one_follows_it():
-    deaths = [RankExit(0, 75, 1.0, stderr=RANK_LOST), RankExit(1, 3, 1.5)]
+    told = Blame("RankLost")
+    deaths = [RankExit(0, 75, 1.0, stderr=RANK_LOST, blame=told), RankExit(1, 3, 1.5)]
     assert build_report(deaths, NOTHING).lines[0].startswith("rank 1 exited with code 3")
 
 
@@ -348,10 +353,17 @@ LATE = (
 )
 
 
+WAS_LATE = Blame(
+    "RankLate",
+    (1,),
+    "was late, and the others gave up: outside collectives, train.py:7 read_batch < train.py:9 main",
+)
+
+
 def test_the_rank_that_was_late_is_the_cause_and_not_those_that_gave_up():
     deaths = [
-        RankExit(0, 1, 1.0, stderr=diagnosis("RankLate", *LATE)),
-        RankExit(1, 75, 3.0, stderr=diagnosis("RankLate", *LATE, printed=True)),
+        RankExit(0, 1, 1.0, stderr=diagnosis("RankLate", *LATE), blame=WAS_LATE),
+        RankExit(1, 75, 3.0, stderr=diagnosis("RankLate", *LATE, printed=True), blame=WAS_LATE),
     ]
     report = build_report(deaths, NOTHING)
     assert (report.root, report.exitcode, report.consequence) == (1, 75, False)
@@ -365,9 +377,31 @@ def test_the_rank_that_was_late_is_the_cause_and_not_those_that_gave_up():
     assert "rank 1: outside collectives" in report.trace
 
 
+def test_a_rank_leaves_its_launcher_the_cause_that_the_diagnosis_names(tmp_path):
+    diagnosis = Diagnosis("RankLate", True, (1, 2), "RankLate after 4 s", (1, 2), "were late")
+    again = diagnosis_of_values(json.loads(json.dumps(asdict(diagnosis))))
+    assert again == diagnosis
+    tell_launcher(again.error(), {BLAME_VARIABLE: str(tmp_path / "blame-0.json")})
+    assert read_blame(tmp_path / "blame-0.json") == Blame("RankLate", (1, 2), "were late")
+    assert (tmp_path / "blame-0.json").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'["a", "b", "c"]', b"[1, 2, 3]"])
+def test_a_damaged_file_of_a_rank_blames_nobody(tmp_path, content):
+    (tmp_path / "blame-0.json").write_bytes(content)
+    assert read_blame(tmp_path / "blame-0.json") is None
+    assert read_blame(tmp_path / "none.json") is None
+
+
+def test_without_a_launcher_or_a_disk_an_error_is_only_raised(tmp_path):
+    tell_launcher(RankLate("late"), {})
+    tell_launcher(RankLate("late"), {BLAME_VARIABLE: str(tmp_path / "gone" / "blame-0.json")})
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_late_rank_that_the_launcher_had_to_stop_is_the_cause_too():
     deaths = [
-        RankExit(0, 1, 1.0, stderr=diagnosis("RankLate", *LATE)),
+        RankExit(0, 1, 1.0, stderr=diagnosis("RankLate", *LATE), blame=WAS_LATE),
         RankExit(1, -15, 6.0, stopped=True),
     ]
     report = build_report(deaths, NOTHING)
@@ -382,7 +416,9 @@ def test_the_rank_that_skipped_a_module_comes_first():
         "last agreed: gather 'a' (#1). Rank 1 skipped 'b' (train.py:5).",
         "Fix: no",
     )
-    report = build_report([RankExit(rank, 1, 1.0, stderr=text) for rank in (0, 1)], NOTHING)
+    skipped = Blame("RankDivergence", (1,), "skipped 'b' (train.py:5)")
+    deaths = [RankExit(rank, 1, 1.0, stderr=text, blame=skipped) for rank in (0, 1)]
+    report = build_report(deaths, NOTHING)
     assert report.root == 1
     assert report.lines[0] == "rank 1 skipped 'b' (train.py:5) (exit code 1)."
 
@@ -396,7 +432,8 @@ def test_a_report_that_did_not_end_the_run_names_no_cause():
 
 def test_a_rank_that_the_watchdog_stopped_for_a_frozen_one_follows_it():
     text = diagnosis("RankFrozen", "rank 1 (node1): process 7 is stopped by a signal", printed=True)
-    deaths = [RankExit(0, 75, 1.0, stderr=text), RankExit(1, -9, 1.1, frozen=True)]
+    told = Blame("RankFrozen")
+    deaths = [RankExit(0, 75, 1.0, stderr=text, blame=told), RankExit(1, -9, 1.1, frozen=True)]
     report = build_report(deaths, NOTHING)
     assert (report.root, report.exitcode) == (1, 137)
     assert report.lines[1].startswith("rank 0 followed: was stopped by ZeroShard's watchdog")

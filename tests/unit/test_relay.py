@@ -125,8 +125,22 @@ def test_the_end_of_the_store_is_the_end_of_the_ranks_connection(started):
         assert all(side.ready() for side in sides)
         listening.accept()[0].close()  # of the ranks' relay, which only looked
         with socket.create_connection(sides[1].address, timeout=20) as client:
+            client.sendall(b"?")
             listening.accept()[0].close()
             assert client.recv(1) == b""
+
+
+def test_a_connection_that_says_nothing_costs_the_first_host_nothing(started, echo, store_side):
+    ranks_side = Relay("ranks", store_side.address)
+    started.callback(ranks_side.process.kill)
+    assert ranks_side.ready()
+    with contextlib.ExitStack() as held:
+        for _ in range(100):
+            held.enter_context(socket.create_connection(ranks_side.address, timeout=20))
+        with socket.create_connection(ranks_side.address, timeout=20) as client:
+            client.sendall(b"late")
+            assert client.recv(10) == b"late"
+        assert echo.connections == 2  # with the one that found out that the first host is there
 
 
 class Bomb:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import socket
 import threading
 import time
@@ -33,6 +34,7 @@ from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.recorder import Recorder
 from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError, DistributedError, RankLate, RankLost, RankMismatch
+from zeroshard.run.blame import tell_launcher
 
 _CHECK_S = 0.25  # how often a waiting rank asks whether the missing ranks still live
 _NOTHING = torch.empty(0, dtype=torch.uint8)  # Recorder.enter needs a tensor
@@ -177,10 +179,13 @@ def wait_for(
             check(late)
             if waited_s > timeout_s and (found := find()) is None:
                 who = rank_ranges(late) if late else "the rank that came last"
-                raise RankLate(
+                error = RankLate(
                     f"RankLate: {who} did not reach {topic} within "
                     f"{timeout_s:.0f} s, while rank {rank} waited. Look at its output first."
                 )
+                error.ranks, error.did = tuple(late), "was late" if len(late) == 1 else "were late"
+                tell_launcher(error, os.environ)
+                raise error
             if found is not None:
                 return found
         time.sleep(pause_s)

@@ -40,12 +40,14 @@ from zeroshard.launch.common_store import (
     store_of_one_host,
 )
 from zeroshard.launch.cores import bound
+from zeroshard.launch.guardian import Guardian
 from zeroshard.launch.leftovers import remove_recordings
-from zeroshard.launch.orphan_reaper import OrphanReaper
+from zeroshard.launch.open_files import many_open_files
 from zeroshard.launch.rendezvous import StoreRendezvous
 from zeroshard.launch.streams import Streams
 from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerSupervisor
 from zeroshard.memory.host_limits import host_limits
+from zeroshard.run.blame import BLAME_VARIABLE, read_blame
 from zeroshard.run.cgroup import (
     read_oom_counters,
     read_rss_nbytes,
@@ -91,21 +93,25 @@ class NodeRun:
 def run_node(run: NodeRun, console: TextIO) -> ExitReport:
     """Run the ranks of this node to their end and print the report; its exit code is the launcher's."""
     prefix = "zeroshard-launch-"
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as scratch:
-        report = _run_node(run, console, Path(scratch))
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as scratch,
+        many_open_files(),
+        Guardian() as guardian,
+        guardian.past(console) as direct,
+    ):
+        report = _run_node(run, direct, Path(scratch), guardian)
     env = {**os.environ, **run.env}
     keep_exit(report, attempt(env), env)
     return report
 
 
-def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> ExitReport:
+def _run_node(run: NodeRun, console: TextIO, scratch: Path, guardian: Guardian) -> ExitReport:
     before = read_oom_counters()
     memory = host_limits()
     # A single rank keeps the terminal (progress bars, debuggers). Lines of several ranks must not mix.
     outputs = sys.stdout.buffer if run.num_local * run.num_nodes > 1 else None
     streams = Streams(console.buffer, outputs, run.log_dir)
-    reaper = OrphanReaper()
-    watch = _Watch(run, streams, reaper)
+    watch = _Watch(run, streams, guardian)
     opened = ExitStack()
     try:
         with _quiet_torch(run.verbose), _signals(prompt=run.num_nodes > 1):
@@ -125,7 +131,6 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> ExitReport:
             raise _start_error(run, error) from error
     finally:
         opened.close()  # the ranks have ended
-        reaper.dismiss()
         run_id = run.env.get(RUN_ID_VARIABLE, os.environ.get(RUN_ID_VARIABLE, ""))
         remove_recordings(run_id, watch.ended_pids)
     limit = memory.cgroup.limit_nbytes if memory.cgroup else None
@@ -146,8 +151,8 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> ExitReport:
 class _Watch:
     """The supervisor of this node's ranks once they run, and samples of their memory, one a second."""
 
-    def __init__(self, run: NodeRun, streams: Streams, reaper: OrphanReaper) -> None:
-        self._guardian = reaper
+    def __init__(self, run: NodeRun, streams: Streams, guardian: Guardian) -> None:
+        self._guardian = guardian
         self._run = run
         self._streams = streams
         self._peak_nbytes: dict[int, int] = {}
@@ -257,6 +262,7 @@ class _Logs(LogsSpecs):
             dest.error_files[local] = str(_error_file(self._scratch, rank))
             env.update(self._env)
             env["TORCHELASTIC_ERROR_FILE"] = dest.error_files[local]
+            env[BLAME_VARIABLE] = str(_blame_file(self._scratch, rank))
         return dest
 
     @property
@@ -337,16 +343,21 @@ def _signals(*, prompt: bool) -> Iterator[None]:
 
 
 def _with_words(death: RankExit, streams: Streams, scratch: Path) -> RankExit:
-    """``death`` with the end of the rank's standard error and its error file."""
+    """``death`` with the end of the rank's standard error, its error file and whom it blames."""
     try:
         error_file = _error_file(scratch, death.rank).read_text(errors="replace")
     except OSError:
         error_file = ""
-    return replace(death, stderr=streams.tail(death.rank), error_file=error_file)
+    blame = read_blame(_blame_file(scratch, death.rank))
+    return replace(death, stderr=streams.tail(death.rank), error_file=error_file, blame=blame)
 
 
 def _error_file(scratch: Path, rank: int) -> Path:
     return scratch / f"error-{rank}.json"
+
+
+def _blame_file(scratch: Path, rank: int) -> Path:
+    return scratch / f"blame-{rank}.json"
 
 
 def _print(report: ExitReport, streams: Streams, console: TextIO) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from zeroshard.core.listening import interface_socket, listening_socket
 from zeroshard.errors import LaunchError
 from zeroshard.launch import relay
+from zeroshard.run.listening import interface_socket, listening_socket
 
 LOOPBACK = "127.0.0.1"
 _TIMEOUT = timedelta(seconds=900)

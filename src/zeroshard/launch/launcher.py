@@ -56,6 +56,7 @@ from zeroshard.launch.restarting import (
 from zeroshard.memory.host_limits import host_limits
 from zeroshard.run.address import check_address
 from zeroshard.run.cgroup import read_shm_nbytes
+from zeroshard.run.listening import gloo_on_loopback
 from zeroshard.run.run_folder import ATTEMPT_VARIABLE, RUN_ID_VARIABLE, new_run_id
 
 _PID_FOLDER = Path("/tmp")  # not TMPDIR: programs look for the file here
@@ -186,7 +187,9 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     env |= with_directory_first(os.environ, request.as_deepspeed)
     if here.devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = here.devices
-    if here.num_nodes > 1 and here.master_addr is not None:
+    if here.num_nodes == 1:
+        env |= {n: value for n, value in gloo_on_loopback().items() if n not in os.environ}
+    elif here.master_addr is not None:
         env[MASTER_VARIABLE] = here.master_addr
     node = NodeRun(
         program=program,

@@ -257,22 +257,30 @@ async def visit(first_host: tuple[str, int], secret: bytes) -> asyncio.Transport
 
 
 class Local(asyncio.Protocol):
-    """A connection of this host to its relay. Nothing is read from it until the first host is reached."""
+    """A connection of this host to its relay. The first host is reached when it says something.
+
+    So connections that say nothing cost nothing there. A client of a store speaks first.
+    """
 
     def __init__(self, first_host: tuple[str, int], secret: bytes) -> None:
         self._first_host, self._secret = first_host, secret
+        self._here: asyncio.Transport
         self._task: asyncio.Task[None]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        here = cast("asyncio.Transport", transport)
-        here.pause_reading()
-        self._task = asyncio.ensure_future(self._go(here))
+        self._here = cast("asyncio.Transport", transport)
 
-    async def _go(self, here: asyncio.Transport) -> None:
+    def data_received(self, data: bytes) -> None:
+        self._here.pause_reading()
+        self._task = asyncio.ensure_future(self._go(self._here, data))
+
+    async def _go(self, here: asyncio.Transport, said: bytes) -> None:
         until_s = time.monotonic() + _AGAIN_S
         while not here.is_closing():
             try:
-                forward(here, await visit(self._first_host, self._secret))
+                there = await visit(self._first_host, self._secret)
+                there.write(said)
+                forward(here, there)
                 return
             except (OSError, asyncio.TimeoutError, WrongAnswerError) as error:
                 # A refused connection: the run has ended there.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from zeroshard.errors import CLOSED, ENDED, EXIT_DIAGNOSIS
 from zeroshard.memory.host_limits import gib
-from zeroshard.run.blame import Blame, blame_of, last_diagnosis
+from zeroshard.run.blame import Blame
 from zeroshard.run.cgroup import OomCounters
 from zeroshard.run.traces import Trace, last_trace, trace_of_error_file
 
@@ -50,6 +50,7 @@ class RankExit:
     frozen: bool = False  # killed by the launcher, because a signal had stopped (SIGSTOP) it before
     stderr: str = ""
     error_file: str = ""
+    blame: Blame | None = None  # what it told the launcher of the last diagnosis that it raised
     peak_rss_nbytes: int | None = None
 
 
@@ -113,7 +114,7 @@ def explain_exit(death: RankExit, kernel: KernelCounters, said: Blame | None = N
         return ExitCause(death, f"lost its peers (exit code 76){headline}", True, trace)
     if death.exitcode == EXIT_DIAGNOSIS:
         what = f"was stopped by ZeroShard's watchdog (exit code 75){headline}"
-        followed = last_diagnosis(death.stderr).startswith(("RankFrozen", "RankLost"))
+        followed = death.blame is not None and death.blame.kind in ("RankFrozen", "RankLost")
         followed = followed if trace is None else bool(_lost_peer(trace))
         return ExitCause(death, what, followed, trace)
     if trace is None:
@@ -144,11 +145,10 @@ def _is_told(death: RankExit, trace: Trace | None) -> bool:
 def _first_blame(deaths: Sequence[RankExit]) -> tuple[Blame | None, ExitCause | None]:
     """What the first of these ranks that ended with a diagnosis says in it."""
     for death in deaths:
-        trace = _trace(death) if death.exitcode > 0 and not death.stopped else None
-        if death.exitcode > 0 and not death.stopped and _is_told(death, trace):
-            said = blame_of(trace.text if trace is not None else death.stderr)
-            if said is not None:
-                return said, ExitCause(death, "", True, trace)
+        if death.exitcode > 0 and not death.stopped and death.blame and death.blame.ranks:
+            trace = _trace(death)
+            if _is_told(death, trace):
+                return death.blame, ExitCause(death, "", True, trace)
     return None, None
 
 

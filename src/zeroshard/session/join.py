@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import secrets
 import socket
@@ -43,10 +44,11 @@ from zeroshard.comm.env import (
 )
 from zeroshard.comm.host import hung_up, open_sockets, sibling_ranks
 from zeroshard.comm.recorder import PRESENCE, recording_dir
-from zeroshard.core.listening import interface_socket, listening_socket
 from zeroshard.errors import LaunchError, RankLate, RankLost
 from zeroshard.run.address import check_address
+from zeroshard.run.blame import tell_launcher
 from zeroshard.run.cgroup import is_stopped
+from zeroshard.run.listening import interface_socket, listening_socket
 from zeroshard.watchdog.diagnosis import Diagnosis, RankStatus, Wait, diagnose
 from zeroshard.watchdog.messages import StoreLost, watchdog_namespace
 from zeroshard.watchdog.rank_status import stack_line
@@ -259,10 +261,14 @@ def await_all(store: AgreeStore, rank: int, world_size: int, *, timeout_s: float
                 store, rank, world_size, key="joined", timeout_s=timeout_s + 60, check=waiting.look
             )
     except RankLate as error:  # later ranks must fail too: these ranks have gone
-        store.set("gave up", str(error))
+        store.set("gave up", json.dumps([str(error), error.ranks, error.did]))
         raise
     if store.check(["gave up"]):
-        raise RankLate(store.get("gave up").decode())
+        text, ranks, did = json.loads(store.get("gave up"))
+        late = RankLate(text)
+        late.ranks, late.did = tuple(ranks), did
+        tell_launcher(late, os.environ)
+        raise late
 
 
 def await_server(
@@ -368,7 +374,9 @@ class Waiting:
         late = frozenset(missing)
         diagnosis = self._diagnosis(late, waited_s, what)
         if diagnosis.fatal:
-            raise diagnosis.error()
+            error = diagnosis.error()
+            tell_launcher(error, os.environ)
+            raise error
         reporter = self._reporter
         if self._rank == (min(set(self._ranks) - late) if reporter is None else reporter):
             print(diagnosis.text, file=sys.stderr, flush=True)

@@ -32,6 +32,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from zeroshard.run.address import unused_port
+from zeroshard.run.listening import gloo_on_loopback
 from zeroshard.testing.outcome import GRACE_S, Outcome, RankEnd
 from zeroshard.testing.worker import STACKS_SIGNAL, TestJob, TestReport, serve
 
@@ -342,9 +343,8 @@ def _job(
 
 def _environ(world_size: int) -> dict[str, str]:
     """This process's variables and those of ``torchrun``, except ``RANK`` and ``LOCAL_RANK``."""
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
     return {
-        **loopback,  # gloo would look up the host's name, which takes seconds on some machines
+        **gloo_on_loopback(),
         **os.environ,
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),

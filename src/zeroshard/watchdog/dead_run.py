@@ -26,6 +26,7 @@ from zeroshard.watchdog.diagnosis import (
     call_text,
     cut,
     diagnose,
+    diagnosis_of_values,
     position_text,
 )
 from zeroshard.watchdog.live_view import alive_here
@@ -233,8 +234,7 @@ def _hangs_of(folder: Path, file: RanksFile | None, damaged: list[str]) -> list[
     for path in sorted(folder.glob("hang-*.json"), key=lambda each: each.stat().st_mtime):
         try:
             row = json.loads(path.read_text())
-            words = row["diagnosis"]
-            diagnosis = Diagnosis(**{**words, "ranks": tuple(words["ranks"])})
+            diagnosis = diagnosis_of_values(row["diagnosis"])
             hang = _Hang(path, diagnosis, tuple(map(status_of_values, row["statuses"])))
         except (OSError, ValueError, KeyError, TypeError) as error:
             damaged.append(f"{path}: {error}")

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeroshard import errors
 from zeroshard.comm.flight_recorder import FlightRecording, Record, rank_ranges
@@ -85,17 +85,31 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``kind``: the name of an error class. ``ranks``: those it names. ``fatal``: it ends the run."""
+    """``kind``: the name of an error class. ``ranks``: those it names. ``fatal``: it ends the run.
+
+    ``cause``: the ranks that are presumed the cause, and ``did``: what they did (``rank 1 <did>``), if it
+    ends the run because of that.
+    """
 
     kind: str
     fatal: bool
     ranks: tuple[int, ...]
     text: str
+    cause: tuple[int, ...] = ()
+    did: str = ""
 
-    def error(self) -> Exception:
+    def error(self) -> errors.DistributedError:
         """The exception that a rank raises because of it."""
-        kind: type[Exception] = getattr(errors, self.kind, errors.DistributedError)
-        return kind(self.text)
+        kind: type[errors.DistributedError] = getattr(errors, self.kind, errors.DistributedError)
+        error = kind(self.text)
+        error.ranks, error.did = self.cause, self.did
+        return error
+
+
+def diagnosis_of_values(values: Mapping[str, Any]) -> Diagnosis:
+    """The diagnosis of the values that :func:`dataclasses.asdict` gave, after their way through JSON."""
+    ranks = {name: tuple(values.get(name, ())) for name in ("ranks", "cause")}
+    return Diagnosis(**{**values, **ranks})
 
 
 class Difference(NamedTuple):
@@ -280,29 +294,36 @@ class _Case:
         odd = sorted(r for _, ranks in groups[1:] for r in ranks)
         # With two groups of equal size, neither is presumed right.
         tied = len(groups[0][1]) == len(groups[1][1])
+        who: Sequence[int] = ()
+        did = ""
         if not found.exact:
             cause = "The histories differ before the oldest call that is still remembered."
             fix = 'Set a larger "trust": {"ring": ...} to keep the first difference.'
         else:
-            cause, fix = self._cause(found, by_rank)
+            who, did, fix = self._cause(found, by_rank)
+            cause = f"{_cap(rank_ranges(who))} {did}." if who else did
         lines += [f"  {agreed}{cause}", f"  {fix}"]
         ranks = sorted(by_rank) if tied else odd
-        return self._diagnosis("RankDivergence", True, ranks, lines)
+        return self._diagnosis("RankDivergence", True, ranks, lines, who, did)
 
-    def _cause(self, found: Difference, by_rank: Mapping[int, RankStatus]) -> tuple[str, str]:
+    def _cause(
+        self, found: Difference, by_rank: Mapping[int, RankStatus]
+    ) -> tuple[Sequence[int], str, str]:
+        """The ranks that are the cause, what they did, and what helps; no ranks: what is different."""
         (first, many), (second, few) = found.calls[:2]
-        if went_on := _went_on(self.statuses):
-            failed = next(w.failed for w in self.statuses if w.failed)
-            return f"{_cap(went_on)} went on after {failed}.", f"Fix: {_CAUGHT}."
+        if went_on := [w for w in self.statuses if w.failed]:
+            ranks = [w.rank for w in went_on]
+            return ranks, f"went on after {went_on[0].failed}", f"Fix: {_CAUGHT}."
         for record, ranks in found.calls[:2]:
             if record.name.endswith(READ):
                 return (
-                    f"{_cap(rank_ranges(ranks))} read values of {record.name.removesuffix(READ)!r} alone"
-                    f"{_at(by_rank[ranks[0]])}.",
+                    ranks,
+                    f"read values of {record.name.removesuffix(READ)!r} alone{_at(by_rank[ranks[0]])}",
                     "Fix: read them on every rank; every rank must send its part.",
                 )
         if (first.op, first.name) == (second.op, second.name):
             return (
+                (),
                 "Same call, other buffers.",
                 "Fix: build the same model with the same dtypes on every rank.",
             )
@@ -317,19 +338,21 @@ class _Case:
                 )
                 if swapped:
                     return (
-                        f"{_cap(rank_ranges(who))} reached {skipped.name!r} later.",
+                        who,
+                        f"reached {skipped.name!r} later",
                         "Fix: run the modules in the same order on every rank.",
                     )
                 # Only units are gathered; the layers of a tensor group are no units.
                 may = f"{_conditional(skipped)}, or " if skipped.op == "all_gather" else ""
                 return (
-                    f"{_cap(rank_ranges(who))} skipped {skipped.name!r}{_at(by_rank[who[0]])}.",
+                    who,
+                    f"skipped {skipped.name!r}{_at(by_rank[who[0]])}",
                     f"Fix: {may}let every rank run it.",
                 )
         fix = "Fix: run the same modules in the same order on every rank"
         if first.op == second.op == "all_gather":
             fix += f"; for those skipped by chance (LayerDrop): {_conditional(first, second)}"
-        return "The ranks took different branches" + _at(by_rank[few[0]]) + ".", fix + "."
+        return (), "The ranks took different branches" + _at(by_rank[few[0]]) + ".", fix + "."
 
     def parted(self, ring: list[RankStatus]) -> Diagnosis:
         """A ring: each of these ranks waits for a call that another makes only after its own wait."""
@@ -400,14 +423,20 @@ class _Case:
         if len(late) > 2:
             lines[-1] = cut(lines[-1], 160) + f"; also {rank_ranges(w.rank for w in late[2:])}"
         who = rank_ranges(w.rank for w in late)
-        went_on = _went_on(late)
+        went_on = [w.rank for w in late if w.failed]
         key = self.limits.key(section)
         ended = f", or allow more than {limit:g} s ({key})." if key else f" within {limit:g} s."
         going = f"Not ended; limit {limit:g} s{f' ({key})' if key else ''}."
         if went_on:
-            cause = f"{_cap(went_on)} went on after an error that the others did not have. "
+            did = "went on after an error that the others did not have"
+            cause = f"{_cap(rank_ranges(went_on))} {did}. "
             rest = f"Fix: {_CAUGHT}{ended}" if fatal else going
         else:
+            was = "was" if len(late) == 1 else "were"
+            where = " < ".join(
+                _whereabouts(late[0]).split(" < ")[:2]
+            )  # its line, and what called it
+            did = f"{was} late, and the others gave up: {where}"
             cause = (
                 f"No other call so far: {who} {'is' if len(late) == 1 else 'are'} slow, or will not "
                 "make this call. "
@@ -418,7 +447,9 @@ class _Case:
                 else f"Every rank has to make this call. {going}"
             )
         lines.append(f"  {cause}{rest}")
-        return self._diagnosis("RankLate", fatal, [w.rank for w in late], lines)
+        ranks = [w.rank for w in late]
+        done = (went_on or ranks, did) if fatal else ((), "")
+        return self._diagnosis("RankLate", fatal, ranks, lines, *done)
 
     def stuck(self) -> Diagnosis:
         fatal = self.blocked_s >= self.limits.stuck_s
@@ -450,8 +481,9 @@ class _Case:
         return f"  {rank_ranges(w.rank for w in group)}: {place}{doing}{_at(group[0])}"
 
     def _diagnosis(
-        self, kind: str, fatal: bool, ranks: Iterable[int], lines: list[str]
-    ) -> Diagnosis:
+        self, kind: str, fatal: bool, ranks: Iterable[int], lines: list[str],
+        cause: Iterable[int] = (), did: str = "",
+    ) -> Diagnosis:  # fmt: skip
         steps = [w.flight.step for w in self.statuses if w.flight]
         when = f" at step {max(steps)}" if steps else ""
         answered = sum(w.answered for w in self.statuses)
@@ -461,7 +493,8 @@ class _Case:
             f"({answered} of {len(self.statuses)} ranks answered{details})"
         )
         text = "\n".join(cut(line) for line in [title, *lines][:5])
-        return Diagnosis(kind, fatal, tuple(sorted(ranks)), text)
+        cause = tuple(sorted(cause))
+        return Diagnosis(kind, fatal, tuple(sorted(ranks)), text, cause, did if cause else "")
 
 
 def call_text(record: Record, *, sizes: bool = False) -> str:
@@ -479,12 +512,6 @@ def position_text(status: RankStatus) -> str:
     elif status.blocked_s >= 0.1:
         place += f" for {status.blocked_s:.1f} s"
     return f"{place}{f', in {doing}' if doing else ''}{_at(status)}"
-
-
-def _went_on(statuses: Iterable[RankStatus]) -> str:
-    """The ranks that went on after an error of their own, in words; "" without any."""
-    failed = [w.rank for w in statuses if w.failed]
-    return rank_ranges(failed) if failed else ""
 
 
 def _conditional(*gathered: Record) -> str:

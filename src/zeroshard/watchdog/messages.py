@@ -44,7 +44,7 @@ from typing import Any, TypeVar, cast
 
 from zeroshard.comm.agreement import Store, look, post, posts, present, ranks_key
 from zeroshard.comm.host import Process
-from zeroshard.watchdog.diagnosis import Diagnosis
+from zeroshard.watchdog.diagnosis import Diagnosis, diagnosis_of_values
 from zeroshard.watchdog.rank_status import Peer
 
 T = TypeVar("T")
@@ -292,8 +292,7 @@ class Messages:
         if text is None:
             return None
         found = json.loads(text)
-        words = found["diagnosis"]
-        return Diagnosis(**{**words, "ranks": tuple(words["ranks"])}), bool(found["reported"])
+        return diagnosis_of_values(found["diagnosis"]), bool(found["reported"])
 
     # -- views -------------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ from zeroshard.comm.agreement import Store
 from zeroshard.comm.host import this_process
 from zeroshard.comm.recorder import FrozenStack, Recorder
 from zeroshard.errors import CLOSED, ENDED, EXIT_DIAGNOSIS
+from zeroshard.run.blame import tell_launcher
 from zeroshard.watchdog.diagnosis import Diagnosis
 from zeroshard.watchdog.inquiry import POLL_S, Inquiry, own_answer
 from zeroshard.watchdog.lone_reads import Position, position_of
@@ -530,6 +531,7 @@ class Watchdog:
         if not diagnosis.fatal or state.diagnosis is not None:
             return
         state.diagnosis = diagnosis
+        tell_launcher(diagnosis.error(), os.environ)
         self._told = call_of_torch(self._main) is not None  # nothing can wake it in there
         grace_s = self._settings.grace_s
         self._deadline_s = time.monotonic() + (min(grace_s, _TOLD_S) if self._told else grace_s)

@@ -56,6 +56,15 @@ def interface_socket(host: str, port: int) -> socket.socket | None:
         return None
 
 
+def gloo_on_loopback() -> dict[str, str]:
+    """The variable that lets gloo listen on the loopback interface; empty where that has another name.
+
+    Without it gloo looks up the host's name, which takes seconds on some machines, and takes the
+    interface that has that address.
+    """
+    return {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
+
+
 def listening_addresses(pid: int | None = None) -> list[str]:
     """The addresses that a process listens on, each once; ``0.0.0.0`` and ``::`` are all interfaces.
 
