@@ -67,6 +67,8 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
      Scenario(2, "none", "plain", 4)),
     ("comm/collectives.py", "JointHandle.wait", "handle.wait",
      Scenario(3, "none", "whole_blocks", 4)),
+    ("zero/unit_group.py", "UnitGroup.wait_for_unshard", "handle.wait",
+     Scenario(3, "none", "whole_blocks", 4)),
     ("zero/reduce.py", "GradReducer._spread", "handle.wait",
      Scenario(0, "none", "plain", 4)),
     ("zero/reduce.py", "GradReducer.abandon", "self._in_flight.popleft().handle.wait",
@@ -218,8 +220,8 @@ def dropped_when_resharded():
     original = Unit.reshard
 
     def reshard(unit):
-        if unit._handle is not None:
-            unit._handle = _Dropped()
+        if unit.handle is not None:
+            unit.handle = _Dropped()
         original(unit)
 
     Unit.reshard = reshard

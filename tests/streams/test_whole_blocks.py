@@ -157,3 +157,30 @@ def test_a_wait_is_made_once():
     handle.wait()
     handle.wait()
     assert counted.waits == 1
+
+
+def waits_of_a_step() -> tuple[int, int, str]:
+    """How often a step waits for launches of several tensors, how many it starts, and the findings."""
+    with cuda(RANKS) as watch:
+        run, trained = opened(watch)
+        run.step(trained)
+        before = launches(trained)
+        with mock.patch.object(
+            JointHandle, "wait", autospec=True, side_effect=JointHandle.wait
+        ) as wait:
+            run.step(trained)
+        made = launches(trained) - before
+        trained.close()
+        return (
+            wait.call_count,
+            sum(made[op, name] for op, name in made if name in BLOCKS),
+            report(watch),
+        )
+
+
+@on_ranks(1, group=False)
+def test_all_units_of_a_block_wait_for_their_launch_at_once():
+    prepare()
+    waits, started, found = in_child(waits_of_a_step)
+    assert not found
+    assert waits == started

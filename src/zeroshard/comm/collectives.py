@@ -338,7 +338,7 @@ class ProcessGroupComm(RecordedComm):
         self, full_N: Sequence[Tensor], shard_S: Sequence[Tensor], *, name: str
     ) -> JointHandle:
         """All-gathers of several tensors of one dtype, started as one and recorded as one."""
-        item = self._enter_joint("all_gather", name, full_N, shard_S)
+        item = self._enter_joint("all_gather", name, full_N)
         full, shards = list(full_N), list(shard_S)
         if full[0].dtype not in _NATIVE:
             full = [tensor.view(torch.uint8) for tensor in full]
@@ -349,15 +349,13 @@ class ProcessGroupComm(RecordedComm):
         self, out_S: Sequence[Tensor], full_N: Sequence[Tensor], *, name: str
     ) -> JointHandle:
         """Reduce-scatters of several tensors of one dtype, started as one and recorded as one."""
-        item = self._enter_joint("reduce_scatter", name, full_N, out_S)
+        item = self._enter_joint("reduce_scatter", name, full_N)
         call = self.bound(item).joint_reduce_scatter
         return JointHandle(self._start(item, call, list(out_S), list(full_N)))
 
-    def _enter_joint(
-        self, op: str, name: str, full_N: Sequence[Tensor], parts_S: Sequence[Tensor]
-    ) -> Item:
-        numel = sum(tensor.numel() for tensor in full_N)
-        sent = numel - sum(tensor.numel() for tensor in parts_S)
+    def _enter_joint(self, op: str, name: str, full_N: Sequence[Tensor]) -> Item:
+        numel = sum([tensor.numel() for tensor in full_N])
+        sent = numel - numel // self.size
         return self.recorder.enter(self.recorder.entries(op)[name], full_N[0], numel, sent)
 
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:

@@ -7,7 +7,7 @@ memory report and the accounting tests read the counts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -43,16 +43,23 @@ class Ledger:
 
     def hold(self, category: str, owner: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Record that ``owner`` now holds ``nbytes`` in ``category`` (0: nothing)."""
+        self.hold_all(category, [(owner, nbytes)], tier)
+
+    def hold_all(
+        self, category: str, held: Iterable[tuple[str, int]], tier: Tier = Tier.DEVICE
+    ) -> None:
+        """Record what some owners hold now. The peak counts what they hold together at the end."""
         key = category, tier.name
-        owners = self.live[key]
-        change = nbytes - owners.get(owner, 0)
-        if not change:
-            return
-        if nbytes:
-            owners[owner] = nbytes
-        else:
-            del owners[owner]
-        self._total[key] = total = self._total[key] + change
+        owners, total = self.live[key], self._total[key]
+        for owner, nbytes in held:
+            if owner in owners:
+                total -= owners[owner]
+                if not nbytes:
+                    del owners[owner]
+            if nbytes:
+                owners[owner] = nbytes
+                total += nbytes
+        self._total[key] = total
         self._peak[key] = max(self._peak[key], total)
 
     @contextmanager

@@ -32,7 +32,7 @@ so that clipping does not read it back (ADR 0008).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -225,7 +225,10 @@ class GradBuffer:
     def adopt(self, grad: Tensor) -> None:
         """Make the gradient's own memory ``grads_N``. Nothing else may refer to it."""
         self.grads_N, self._views = grad.view(-1), None
-        self.report()
+        kind = (_TRANSIENT if self.transient else _KEPT)[0]
+        self._reported[kind] += grad.nbytes
+        tier = Tier.DEVICE if kind else self.tier
+        self.ledger.hold(_CATEGORIES[kind], self.unit.name, self._reported[kind], tier)
 
     @property
     def views(self) -> list[Tensor]:
@@ -262,8 +265,10 @@ class GradBuffer:
             for index, param in enumerate(self.unit.params):
                 if param.grad is not None:
                     self.take_grad(index, param)
-        self.copy_waiting()
-        self._take_back()
+        if self._waiting:
+            self.copy_waiting()
+        if self._is_lent:
+            self._take_back()
 
     def can_take_at_end(self) -> bool:
         """Whether a first backward needs no hooks: its gradients stay in ``param.grad`` until its end.
@@ -307,8 +312,6 @@ class GradBuffer:
 
     def _take_back(self) -> None:
         """End the loan of slots that got no gradient."""
-        if not self._is_lent:
-            return
         for index, param in enumerate(self.unit.params):
             if self._lent[index]:
                 param.grad, self._lent[index] = None, False
@@ -344,7 +347,8 @@ class GradBuffer:
         if self.rescale is not None:
             grad = _product(grad, self.rescale)
         if self.filled[index]:
-            self.copy_waiting()
+            if self._waiting:
+                self.copy_waiting()
             self._promote()
             accumulate(self.views[index], grad)
         else:
@@ -353,7 +357,7 @@ class GradBuffer:
             self._waiting_numel += self._numels[index]
         self.num_ready += 1
         is_last = self.num_ready == self._num_params
-        if is_last or self._waiting_numel > self._group_numel:
+        if self._waiting and (is_last or self._waiting_numel > self._group_numel):
             self.copy_waiting()
         return is_last
 
@@ -367,11 +371,8 @@ class GradBuffer:
         return sum(grad.nbytes for grad in self._waiting.values())
 
     def copy_waiting(self) -> None:
-        """Copy the gradients that wait into their slots."""
-        if not self._waiting:
-            return
-        slots, grads = [*self._waiting], [*self._waiting.values()]
-        nbytes = self._waiting_numel * grads[0].element_size()
+        """Copy the gradients that wait into their slots. There must be some."""
+        slots, grads, numel = [*self._waiting], [*self._waiting.values()], self._waiting_numel
         self._waiting.clear()
         self._waiting_numel = 0
         if self.grads_N is None:
@@ -382,7 +383,7 @@ class GradBuffer:
         views = [self.views[index] for index in slots]
         if torch.is_grad_enabled():  # with create_graph=True gradients have a graph
             grads = [grad.detach() for grad in grads]
-        self.ledger.count_peak("scratch", nbytes)
+        self.ledger.count_peak("scratch", numel * grads[0].element_size())
         torch._foreach_copy_(views, grads)
 
     def _promote(self) -> None:
@@ -395,8 +396,10 @@ class GradBuffer:
 
     def detach_local(self) -> Tensor:
         """Take the local gradient ``[N]``, zeros in slots without one; the buffer is empty afterwards."""
-        self.copy_waiting()
-        self._take_back()  # else a late gradient would be added to memory of the collective
+        if self._waiting:
+            self.copy_waiting()
+        if self._is_lent:  # else a late gradient would be added to memory of the collective
+            self._take_back()
         if self.grads_N is None:
             self._allocate(self.unit.row.reduce)
         assert self.grads_N is not None
@@ -410,9 +413,11 @@ class GradBuffer:
         return taken
 
     def begin_reduction(self, grads_N: Tensor, result_S: Tensor) -> None:
-        """Note that a reduction of ``grads_N`` into ``result_S`` is in flight, which owns both."""
+        """Note that a reduction of ``grads_N`` into ``result_S`` is in flight, which owns both.
+
+        The caller reports the buffer, here and after :meth:`end_reduction`, with others of the launch.
+        """
         self.reducing_N, self.reduce_result_S = grads_N, result_S
-        self.report()
 
     def end_reduction(
         self, grads_N: Tensor, result_S: Tensor, *, widen: bool, whole: bool, complete: bool
@@ -431,8 +436,8 @@ class GradBuffer:
         if whole:
             self.reduced_N = grads_N if first else None
         self.reducing_N = self.reduce_result_S = None
-        self.store_reduced(complete=complete)
-        self.report()
+        if self.store is not None:
+            self.store_reduced(complete=complete)
 
     def add_reduced(self, values_S: Tensor) -> None:
         """Add one more reduced gradient of this step."""
@@ -468,18 +473,18 @@ class GradBuffer:
             self.report()
 
     def reset(self) -> None:
-        """Drop and free the gradients of this step."""
+        """Drop and free the gradients of this step. The caller reports the buffer."""
         self.stand_ins.hide()
         self.grads_N, self._views = None, None
         self._waiting, self._waiting_numel = {}, 0
-        self._take_back()
+        if self._is_lent:
+            self._take_back()
         self.reducing_N = self.reduce_result_S = None
         self.reduced_S = self.reduced_N = None
         self.discard_reduced()
         self.filled = [False] * len(self.filled)
         self.has_grad = [False] * len(self.has_grad)
         self.num_ready = 0
-        self.report()
 
     def check_not_offloaded(self) -> None:
         """Check that gradients are not offloaded by ``offload_states()``.
@@ -520,28 +525,36 @@ class GradBuffer:
 
     def report(self) -> None:
         """Report to the ledger the bytes held here."""
-        held, seen = [0, 0, 0], set()
-        for kind, flat in zip(
-            _TRANSIENT if self.transient else _KEPT,
-            (
-                self.grads_N,
-                self.reducing_N,
-                self.reduce_result_S,
-                self._reduced_S,
-                self.reduced_N,
-            ),
-            strict=True,
-        ):
+        report([self])
+
+
+def report(buffers: Iterable[GradBuffer]) -> None:
+    """Report to the ledger the bytes held by buffers of one engine that changed at the same time."""
+    changes: dict[tuple[str, Tier], list[tuple[str, int]]] = {}
+    ledger: Ledger | None = None
+    for buffer in buffers:
+        ledger, name = buffer.ledger, buffer.unit.name
+        held, seen = [0, 0, 0], []
+        flats = (
+            buffer.grads_N, buffer.reducing_N, buffer.reduce_result_S, buffer._reduced_S,
+            buffer.reduced_N,
+        )  # fmt: skip
+        for kind, flat in zip(_TRANSIENT if buffer.transient else _KEPT, flats, strict=True):
             if flat is not None:
                 memory = flat.untyped_storage()
-                if memory._cdata not in seen:  # slices of one storage count once
-                    seen.add(memory._cdata)
+                if (address := memory._cdata) not in seen:  # slices of one storage count once
+                    seen.append(address)
                     held[kind] += memory.nbytes()
-        before, self._reported = self._reported, held
+        before, buffer._reported = buffer._reported, held
+        if held == before:
+            continue
         for kind, nbytes in enumerate(held):
             if nbytes != before[kind]:
-                tier = self.tier if kind == 0 else Tier.DEVICE
-                self.ledger.hold(_CATEGORIES[kind], self.unit.name, nbytes, tier)
+                key = _CATEGORIES[kind], Tier.DEVICE if kind else buffer.tier
+                changes.setdefault(key, []).append((name, nbytes))
+    if ledger is not None:
+        for (category, tier), changed in changes.items():
+            ledger.hold_all(category, changed, tier)
 
 
 def _product(grad: Tensor, factor: Tensor) -> Tensor:

@@ -286,7 +286,7 @@ class HeldGrads:
 
         Another ``.grad`` stays: the step refuses it.
         """
-        if not self._tensors or is_fake(self._tensors[0]):
+        if not self._pairs and (not self._tensors or is_fake(self._tensors[0])):
             return
         with torch._C.DisableTorchFunctionSubclass():
             if not self._pairs:

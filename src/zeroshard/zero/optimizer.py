@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -65,7 +64,7 @@ from zeroshard.zero.optimizer_shard import (
     make_optimizer_shard,
 )
 from zeroshard.zero.optimizer_state import FragmentState
-from zeroshard.zero.unit import Unit
+from zeroshard.zero.unit import Unit, UnitState
 from zeroshard.zero.updaters import (
     StepInputs,
     Updater,
@@ -78,18 +77,21 @@ if TYPE_CHECKING:
     from zeroshard.offload.pager import Page, Pager
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class _Turn:
     """What is done with one optimizer shard in an update.
 
-    ``loaded()``: a context in which the unit's shard is readable. ``prefetches``: start reading what the
+    ``loads``: the unit's shard must be read before. ``prefetches``: start reading what the
     next turn needs. ``is_late``: the unit is yielded after the last turn, because its update may run
     asynchronously. ``frees``: free a gradient that has a store.
     """
 
     shard: OptimizerShard
     updaters: tuple[Updater, ...]
-    loaded: Callable[[], AbstractContextManager[None]]
+    loads: bool
     prefetches: tuple[Callable[[], None], ...]
     is_late: bool
     frees: tuple[Callable[[], None], ...]
@@ -254,7 +256,7 @@ class ShardedOptimizer:
             inputs = StepInputs(factor, found_inf, untouched or {}, pages)
             for turn in self._turns:
                 shard = turn.shard
-                with turn.loaded():
+                with shard.loaded() if turn.loads else _NOTHING:
                     for prefetch in turn.prefetches:
                         prefetch()
                     waits = [updater.step(inputs) for updater in turn.updaters]
@@ -327,7 +329,7 @@ class ShardedOptimizer:
                 _Turn(
                     shard,
                     tuple(updaters),
-                    loaded=shard.loaded if only_in_use else contextlib.nullcontext,
+                    loads=only_in_use,
                     prefetches=() if following is None else following.prefetches(),
                     is_late=self._worker is not None and not only_in_use,
                     frees=() if shard.buffer.store is None else (shard.buffer.discard_reduced,),
@@ -372,8 +374,9 @@ class ShardedOptimizer:
         for shard in self.shards:
             shard.refuse_grad()
         for shard in self.shards:
-            shard.unit.wait_for_unshard()
-            shard.unit.write_back_edits()
+            if shard.unit.state is not UnitState.SHARDED:
+                shard.unit.wait_for_unshard()
+                shard.unit.write_back_edits()
 
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """``zero_grad()`` of the optimizer object, for the parameters of its fragments."""

@@ -213,6 +213,16 @@ class OptimizerShard:
     # Of "master" and "optimizer": what offload_states() moved to the host.
     is_offloaded: frozenset[str] = frozenset()
     has_new_state: bool = False  # the optimizer's own step ran, which may have allocated state
+    # Of each parameter's part of ``own``: slot, begin and end. And the slots without elements.
+    cuts: list[tuple[int, tuple[int, int]]] = field(init=False)
+    empty: list[tuple[int, tuple[int, int]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        low, high = self.own
+        places = [(slot, (max(low, at), min(high, at + numel))) for slot, at, numel in self.owned]
+        self.cuts = [(slot, (begin, end)) for slot, (begin, end) in places if begin < end]
+        slots = self.unit.layout.slots
+        self.empty = [(index, (0, 0)) for index, slot in enumerate(slots) if slot.numel == 0]
 
     @property
     def fragments(self) -> tuple[OwnedFragment, ...]:
@@ -242,6 +252,8 @@ class OptimizerShard:
         """The chunk's part ``[C]`` of the reduced gradient: a sum over ranks, still loss-scaled."""
         grad_R = self.buffer.reduced_N if self.is_whole else self.buffer.reduced_S
         assert grad_R is not None, "GradReducer.finish() comes before the update"
+        if chunk.numel == grad_R.numel():
+            return grad_R
         return grad_R[chunk.begin : chunk.begin + chunk.numel]
 
     def norms(self) -> Norms:
@@ -259,20 +271,12 @@ class OptimizerShard:
         With one rank these equal what ``clip_grad_norm_`` computes: no norm for a parameter without
         gradient, zero for a parameter without elements.
         """
-        measured: list[int] = []
-        cuts: list[tuple[int, int]] = []
-        low, high = self.own
-        alone, touched = self.buffer.comm.size == 1, self.buffer.has_grad
-        for index, at, numel in self.owned:
-            begin, end = max(low, at), min(high, at + numel)
-            if begin < end and (touched[index] or not alone):
-                measured.append(self.unit.positions[index])
-                cuts.append((begin, end))
-        for index, slot in enumerate(self.unit.layout.slots):
-            if slot.numel == 0 and alone and touched[index]:
-                measured.append(self.unit.positions[index])
-                cuts.append((0, 0))
-        return [*zip(measured, norms_of(grad_R, cuts, native_adam.norms()), strict=True)]
+        cuts, touched = self.cuts, self.buffer.has_grad
+        if self.buffer.comm.size == 1:
+            cuts = [cut for cut in (*cuts, *self.empty) if touched[cut[0]]]
+        positions = [self.unit.positions[index] for index, _ in cuts]
+        norms = norms_of(grad_R, [place for _, place in cuts], native_adam.norms())
+        return [*zip(positions, norms, strict=True)]
 
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:

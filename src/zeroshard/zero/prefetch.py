@@ -28,7 +28,7 @@ class WrappedModule:
     units: tuple[Unit, ...]
     sharded: tuple[Unit, ...] = field(init=False)  # the units that are not resident
     groups: tuple[UnitGroup, ...] = field(init=False)  # of those that are gathered together
-    single: tuple[Unit, ...] = field(init=False)  # those that are gathered one by one
+    alone: tuple[Unit, ...] = field(init=False)  # those of ``units`` that are in no group
     storage_ids: set[int] = field(init=False)  # of their full parameters
     counts_views: bool = field(init=False)  # see ``saved_views.py``
     is_read_aside: bool = False  # backward reads it, and came through none of its outputs
@@ -43,7 +43,7 @@ class WrappedModule:
         self.sharded = tuple(unit for unit in self.units if not unit.resident)
         self.groups = tuple(groups_of(self.sharded))
         joined = {unit.name for group in self.groups for unit in group.units}
-        self.single = tuple(unit for unit in self.sharded if unit.name not in joined)
+        self.alone = tuple(unit for unit in self.units if unit.name not in joined)
         self.storage_ids = {unit.storage_id for unit in self.sharded}
         for unit in self.sharded:
             unit.storage_ids = self.storage_ids
@@ -53,7 +53,7 @@ class WrappedModule:
         self.trainable_units = sum(unit.trainable for unit in self.units)
 
     def unshard(self) -> None:
-        for unit in self.single:
+        for unit in self.alone:
             if not unit.is_allocated:
                 unit.unshard()
         for group in self.groups:
@@ -71,14 +71,16 @@ class WrappedModule:
 
     def wait_for_unshard(self) -> None:
         """Finish what :meth:`unshard` started."""
-        for unit in self.units:
+        for unit in self.alone:
             if unit.state is not UnitState.FULL:
                 unit.wait_for_unshard()
+        for group in self.groups:
+            group.wait_for_unshard()
 
     def reshard(self) -> None:
         if self.is_in_new_graph:
             return
-        for unit in self.single:
+        for unit in self.alone:
             if unit.is_allocated:
                 unit.reshard()
         for group in self.groups:

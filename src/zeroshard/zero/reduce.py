@@ -27,7 +27,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import joining
 from zeroshard.errors import UsageError
 from zeroshard.memory.storage import real_view
-from zeroshard.zero.gradients import GradBuffer
+from zeroshard.zero.gradients import GradBuffer, report
 from zeroshard.zero.held_grads import DROP, HeldGrad, HeldGrads
 
 if TYPE_CHECKING:
@@ -171,12 +171,14 @@ class GradReducer:
         self._in_flight.append(_InFlight(handle, reductions))
         for buffer, grads_N, result_S in reductions:
             buffer.begin_reduction(grads_N, result_S)
+        report(buffers)
         self._drain(self.in_flight_limit)
 
     def _opened(self, buffer: GradBuffer) -> _Reduction:
         """What the reduction of a buffer reads and writes. The buffer is empty afterwards."""
         unit, layout = buffer.unit, buffer.unit.layout
-        buffer.prefetch()  # a stored sum is read back during the reduction, which adds to it
+        if buffer.is_stored:
+            buffer.prefetch()  # read back during the reduction, which adds to it
         grads_N = buffer.detach_local()
         if self.predivide != 1.0:
             real_view(grads_N).div_(self.predivide)
@@ -217,6 +219,7 @@ class GradReducer:
                     whole=self.whole,
                     complete=self._completes,
                 )
+            report([each.buffer for each in reductions])
 
     # ------------------------------------------------------------------ what the program sees
 
@@ -388,6 +391,7 @@ class GradReducer:
         """Free the gradients after the update."""
         for buffer in self.buffers:
             buffer.reset()
+        report(self.buffers)
         for sums in self.copy_sums:
             sums.reset()
         if self.fragments is not None:

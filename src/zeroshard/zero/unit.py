@@ -18,7 +18,7 @@ somebody else may read (*Aliases*). In a *resident* unit ``shard_S`` is a slice 
 parameters are offloaded. In other units ``shard_S`` has a storage of its own, and the
 unit's shard store decides when it is in memory (:mod:`zeroshard.offload.shard_store`).
 
-*States.* :class:`UnitState` names them. Each change goes through ``Unit._transition``, which refuses an
+*States.* :class:`UnitState` names them. Each change goes through ``_transition``, which refuses an
 edge that is not in ``_TRANSITIONS``. Values in ``full_N`` are valid in ``FULL`` only. In every other
 state the parameters hold placeholders and their class is
 :class:`~zeroshard.zero.sharded_parameter.ShardedParameter`. Without this, a kernel would read memory that
@@ -67,6 +67,7 @@ from zeroshard.zero import sharded_parameter
 from zeroshard.zero.materialize import ParamScatterer
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
+_increment_version: Callable[[Iterable[Tensor]], None] = torch._C._increment_version  # type: ignore[attr-defined]
 _is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Unit:
         self._own_uses = 0  # of a full resident unit's storage, by the engine
         self._uses_before = -1  # the update; -1: not counted
         self.fingerprint: Tensor | None = None  # of the values when GatheredParameters was entered
-        self._handle: Handle | None = None
+        self.handle: Handle | None = None  # of the all-gather in flight
         self._full_versions: tuple[int, ...] = ()  # of the parameters, when they became full
         self._wait_for_update: Callable[[], None] | None = None  # set while UPDATING
         self._end_in_order: Callable[[], None] | None = None  # called instead of end_update()
@@ -179,7 +180,7 @@ class Unit:
             self.full_N[slot.start : slot.stop].view(slot.shape) for slot in layout.slots
         ]
         # Like all views, valid only while the storage has memory.
-        self._own_part_S = self.full_N[low:high]
+        self.own_part_S = self.full_N[low:high]
         self.full_nbytes = self.full_N.nbytes
         # Equal for every view of full_N.
         self.storage_id: int = self.full_N.untyped_storage()._cdata
@@ -191,7 +192,7 @@ class Unit:
         self.expected_uses = self._count_uses()
         self.is_allocated = True  # full_N has memory
         if not resident:
-            self._set_allocated(False)  # memory was needed only to make the views
+            self._free()  # memory was needed only to make the views
         part = self.full_N
         if not resident:
             part = (
@@ -212,8 +213,9 @@ class Unit:
         self._versioned = (
             *self.params, *(self._views[at] for at in distributed(self.params))
         )  # fmt: skip
-        is_plain = len(self._versioned) == len(self.params)
-        self._is_at = _is_at if is_plain else _is_local_at
+        self._has_dtensors = len(self._versioned) > len(self.params)
+        # Of each view: a parameter is in its place if it has these in the unit's storage.
+        self._places = [(view.storage_offset(), view.stride()) for view in self._views]
         # Full DTensors are the views themselves, other parameters hold the storage too.
         self.param_uses = len(self.params) - len(distributed(self.params))
         self.saved_of: dict[int, int] = {}  # new uses after a forward: views that autograd saved
@@ -222,7 +224,7 @@ class Unit:
         self.store = store_of(self.shard_S)
         ledger.hold("parameters", name, part.nbytes, self.store.tier)
         if not resident:
-            self.free_unsharded()
+            free([self])
 
     def _adopt(
         self, param: nn.Parameter, slot: Slot, view: Tensor, scatterer: ParamScatterer
@@ -266,7 +268,7 @@ class Unit:
             torch.OutOfMemoryError: there is no memory for the full parameters; the unit stays sharded.
         """
         if self.open_gather():
-            self._transition(UnitState.GATHERING)
+            begin_gathers([self])
             self._start_gather()
 
     def open_gather(self) -> bool:
@@ -274,12 +276,12 @@ class Unit:
 
         Raises as :meth:`unshard` does.
         """
-        if not self.is_sharded:
-            self.check_not_offloaded()
-            return False
-        if self.state is UnitState.UPDATING:
+        if self.state is not UnitState.SHARDED:
+            if not self.is_sharded:
+                self.check_not_offloaded()
+                return False
             self._end_update()
-        self._set_allocated(True)  # if this or the next line raises, the unit stays SHARDED
+        self._allocate()  # if this or the next line raises, the unit stays SHARDED
         try:
             self.store.open_gather()
         except BaseException:
@@ -289,20 +291,10 @@ class Unit:
 
     def cancel_gather(self) -> None:
         """Undo :meth:`open_gather`. The all-gather was not started."""
-        self._set_allocated(False)
-
-    def begin_gather(self) -> None:
-        """Note that the all-gather begins. Until :meth:`note_gather` nobody can wait for it."""
-        self._transition(UnitState.GATHERING)
-
-    def note_gather(self, handle: Handle) -> None:
-        """Note the handle of the all-gather."""
-        self._handle = handle
+        self._free()
 
     def _start_gather(self) -> None:
-        self._handle = self.store.all_gather(
-            self.comm, self.full_N, self._own_part_S, name=self.name
-        )
+        self.handle = self.store.all_gather(self.comm, self.full_N, self.own_part_S, name=self.name)
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather in flight, so that the parameters can be read. Does nothing without one.
@@ -314,18 +306,17 @@ class Unit:
         if self.state is UnitState.UPDATING:
             self._end_update()
         if self.state is not UnitState.GATHERING:
-            self.check_not_offloaded()
+            if self.state is UnitState.OFFLOADED:
+                self.check_not_offloaded()
             return
-        if self._handle is None:
+        if self.handle is None:
             raise DistributedError(
                 f"the parameters of {self.name!r} are not complete, because their all-gather failed "
                 "before. Close this engine and end the run; it continues from its last checkpoint."
             )
-        handle, self._handle = self._handle, None
+        handle, self.handle = self.handle, None
         handle.wait()
-        self._transition(UnitState.FULL)
-        self.store.close_gather(self._own_part_S)
-        self._mark_unsharded()
+        end_gathers([self])
 
     def reshard(self) -> None:
         """Write back edits and free the full parameters, unless the unit is resident or pinned."""
@@ -333,30 +324,19 @@ class Unit:
             return
         versions = tuple([tensor._version for tensor in self._versioned])
         edited = self.rebind_storage() or versions != self._full_versions
-        self.store.write_back(self._own_part_S, edited=edited)
-        self.free_unsharded()
+        self.store.write_back(self.own_part_S, edited=edited)
+        free([self])
 
     def can_reshard(self) -> bool:
         """Whether :meth:`reshard` frees anything. Then the all-gather has ended, if there was one."""
         if self.resident or self.pin_count or not self.is_allocated:
             return False
-        if self.state is UnitState.GATHERING and self._handle is None:
+        if self.state is UnitState.FULL:
+            return True
+        if self.state is UnitState.GATHERING and self.handle is None:
             return False  # the all-gather failed: other ranks may still write into the storage
         self.wait_for_unshard()  # until an all-gather has ended, it writes into the storage
         return True
-
-    def own_part(self) -> Tensor:
-        """This rank's part ``[S]`` of the full unit, with what the program assigned to ``param.data``."""
-        self.rebind_storage()
-        return self._own_part_S
-
-    def free_unsharded(self) -> None:
-        """Free the full parameters, whose values the store has."""
-        self._transition(UnitState.SHARDED)
-        self._mark_sharded()
-        if self._has_storage and has_more_uses(self.storage_id, self.expected_uses):
-            self._leave_storage()
-        self._set_allocated(False)
 
     def discard_unsharded(self, *, for_keeping: bool = False) -> None:
         """Free the full parameters without writing back edits: the shard has the valid values.
@@ -366,30 +346,34 @@ class Unit:
         if self.resident or not self.is_allocated:
             return
         self.wait_for_unshard()
-        self.free_unsharded()
+        free([self])
         if for_keeping:
             self._left = None
 
-    def _set_allocated(self, allocated: bool) -> None:
-        """Give ``full_N`` memory, with undefined contents, or free it. See ``memory/storage.py``."""
-        nbytes = self.full_nbytes if allocated else 0
+    def _allocate(self) -> None:
+        """Give ``full_N`` memory, with undefined contents. See ``memory/storage.py``."""
         if self._has_storage:
-            resize(self.full_N, nbytes)
-        elif allocated:
+            resize(self.full_N, self.full_nbytes)
+        else:
             self._take_storage()
-        if allocated and not self.is_allocated:
+        if not self.is_allocated:
             self.expected_uses = self._count_uses()
-        self.is_allocated = allocated
-        self.ledger.hold("gathered", self.name, nbytes)
+        self.is_allocated = True
+
+    def _free(self) -> None:
+        """Free the memory of ``full_N``, unless another holder has it."""
+        if self._has_storage:
+            resize(self.full_N, 0)
+        self.is_allocated = False
 
     def _count_uses(self) -> int:
         # Fake tensors have no memory that could be read, and their mode holds some.
-        return sys.maxsize if isinstance(self.full_N, FakeTensor) else uses(self.storage_id)
+        return sys.maxsize if type(self.full_N) is FakeTensor else uses(self.storage_id)
 
     def _leave_storage(self) -> None:
         """Leave the storage with its values to those who hold it. The next use takes another one."""
         self._left = StorageWeakRef(self.full_N.untyped_storage())
-        for tensor in (self.full_N, self._own_part_S, *self._views):
+        for tensor in (self.full_N, self.own_part_S, *self._views):
             tensor.data = tensor.new_empty(0)
         self.storage_ids.discard(self.storage_id)
         self.storage_id = 0
@@ -407,33 +391,19 @@ class Unit:
         layout = self.layout
         low, high = layout.shard_range(self.comm.rank)
         flat_N = self.full_N.new_empty(layout.full_numel)
-        self.full_N.data, self._own_part_S.data = flat_N, flat_N[low:high]
+        self.full_N.data, self.own_part_S.data = flat_N, flat_N[low:high]
         for view, slot in zip(self._views, layout.slots, strict=True):
             view.data = flat_N[slot.start : slot.stop].view(slot.shape)
         self.storage_id = flat_N.untyped_storage()._cdata
         self.storage_ids.add(self.storage_id)
         self._has_storage = True
 
-    def _mark_sharded(self) -> None:
-        """Put placeholders into the parameters and raise their versions.
-
-        Backward reads the memory of saved tensors directly, without consulting the class of a parameter.
-        Because the version differs, autograd raises an error instead.
-        """
-        sharded_parameter.mark_sharded(self.params, self._placeholders)
-        torch.autograd.graph.increment_version(self._versioned)
-
-    def _mark_unsharded(self) -> None:
-        sharded_parameter.mark_unsharded(self.params, self._views, self._kinds)
-        self._full_versions = tuple([tensor._version - 1 for tensor in self._versioned])
-        _set_versions(self._versioned, self._full_versions)
-
     def increment_versions(self) -> None:
         """Make autograd refuse graphs from before the update, as it does after any optimizer's step."""
         if self._uses_before >= 0:
             self._own_uses += max(0, self._count_uses() - self._uses_before)
             self._uses_before = -1
-        torch.autograd.graph.increment_version(self._versioned)
+        _increment_version(self._versioned)
 
     def all_gather_updated(
         self,
@@ -456,7 +426,7 @@ class Unit:
         if self.resident or self.pin_count:
             self.fingerprint = None
             self._transition(UnitState.GATHERING if updating is None else UnitState.UPDATING)
-            self._mark_sharded()
+            _mark_sharded([self])
             if updating is None:
                 self.store.open_gather()
                 self._start_gather()
@@ -510,13 +480,7 @@ class Unit:
         self._start_gather()
 
     def _transition(self, to: UnitState) -> None:
-        if (self.state, to) not in _TRANSITIONS:
-            raise UnitStateError(
-                f"unit {self.name!r} cannot go from {self.state.value} to {to.value}. A forward "
-                "or backward hook ran in the wrong order. Please report this with the structure "
-                "of the model."
-            )
-        self.state = to
+        _transition([self], to)
 
     # ------------------------------------------------------------------ leaving the device
 
@@ -547,7 +511,7 @@ class Unit:
         self._versions = _unsafe_preserve_version_counter(self._versioned)
         torch.autograd.graph.increment_version(self._versioned)
         if self.resident:
-            self._mark_sharded()
+            _mark_sharded([self])
         self._transition(UnitState.OFFLOADED)
         if self.store.tier is not Tier.DEVICE or self.is_aliased:
             return []
@@ -560,7 +524,7 @@ class Unit:
             return
         self._transition(UnitState.FULL if self.resident else UnitState.SHARDED)
         if self.resident:
-            self._mark_unsharded()
+            _mark_unsharded([self])
         assert self._versions is not None
         self._versions.__exit__()
         self._versions = None
@@ -592,7 +556,7 @@ class Unit:
         """
         self.rebind_storage()
         if self.state is UnitState.FULL and not self.resident:
-            self.store.write_back(self._own_part_S, edited=True)
+            self.store.write_back(self.own_part_S, edited=True)
 
     def rebind_storage(self) -> bool:
         """Make parameters to which the program gave other memory views of ``full_N`` again.
@@ -602,22 +566,34 @@ class Unit:
         Raises:
             UsageError: the other memory has another shape or dtype, or is that of a parameter.
         """
-        if self.state is not UnitState.FULL or all(map(self._is_at, self.params, self._views)):
+        if self.state is not UnitState.FULL:
             return False
-        for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
-            if not self._is_at(param, view):
-                values = local_of(param)
-                _check_assigned(values, slot, view)
-                storage_id = values.untyped_storage()._cdata
-                if any(unit.storage_id == storage_id for unit in _units):
-                    raise UsageError(
-                        f"parameter {slot.fqn!r} was given the memory of a parameter (.data = ...): "
-                        "both would share it, but the engine updates each in a place of its own. "
-                        "Assign a copy: param.data = other.data.clone()."
-                    )
-                with torch.no_grad():
-                    view.copy_(values)
-                sharded_parameter.mark_unsharded([param], [view], [type(param)])
+        here = [local_of(param) for param in self.params] if self._has_dtensors else self.params
+        moved = [
+            index
+            for index, (local, view, (offset, strides)) in enumerate(
+                zip(here, self._views, self._places, strict=True)
+            )
+            if not _is_alias_of(local, view)
+            or local.storage_offset() != offset
+            or local.stride() != strides
+        ]
+        if not moved:
+            return False
+        for index in moved:
+            param, values = self.params[index], here[index]
+            view, slot = self._views[index], self.layout.slots[index]
+            _check_assigned(values, slot, view)
+            storage_id = values.untyped_storage()._cdata
+            if any(unit.storage_id == storage_id for unit in _units):
+                raise UsageError(
+                    f"parameter {slot.fqn!r} was given the memory of a parameter (.data = ...): "
+                    "both would share it, but the engine updates each in a place of its own. "
+                    "Assign a copy: param.data = other.data.clone()."
+                )
+            with torch.no_grad():
+                view.copy_(values)
+            sharded_parameter.mark_unsharded([param], [view], [type(param)])
         return True
 
     def gathered_copy(self, shard_S: Tensor | None = None) -> Tensor:
@@ -665,7 +641,7 @@ class Unit:
         update that failed nothing is waited for.
         """
         try:
-            in_flight = self.state is UnitState.UPDATING or self._handle is not None
+            in_flight = self.state is UnitState.UPDATING or self.handle is not None
             if wait and in_flight and not self._update_failed:
                 self.wait_for_unshard()
         finally:
@@ -677,9 +653,9 @@ class Unit:
             to = UnitState.GATHERING if self.is_allocated else UnitState.SHARDED
             self._transition(to)
         if self.state is UnitState.GATHERING:
-            self._handle = None
+            self.handle = None
             self._transition(UnitState.FULL)
-            self._mark_unsharded()
+            _mark_unsharded([self])
         self.pin_count = 0
         self.discard_unsharded()
         for param in self.params:
@@ -690,6 +666,76 @@ class Unit:
         if not self.resident:
             self.shard_S = torch.empty(0, dtype=self.shard_S.dtype)
             self.store = MemoryShardStore(self.shard_S)
+
+
+# ---------------------------------------------------------------------- several units at once
+#
+# A group of units passes through the edges of a step together (``zero/unit_group.py``). What is done for
+# all of them in one call costs as much host time as for one.
+
+
+def begin_gathers(units: Sequence[Unit]) -> None:
+    """Note that all-gathers of opened units begin. Until ``handle`` is set nobody can wait for them."""
+    _transition(units, UnitState.GATHERING)
+    units[0].ledger.hold_all("gathered", [(unit.name, unit.full_nbytes) for unit in units])
+
+
+def end_gathers(units: Sequence[Unit]) -> None:
+    """Make units full whose all-gathers have ended."""
+    _transition(units, UnitState.FULL)
+    for unit in units:
+        unit.store.close_gather(unit.own_part_S)
+    _mark_unsharded(units)
+
+
+def free(units: Sequence[Unit]) -> None:
+    """Free full parameters whose values the stores have."""
+    _transition(units, UnitState.SHARDED)
+    _mark_sharded(units)
+    for unit in units:
+        if unit._has_storage and has_more_uses(unit.storage_id, unit.expected_uses):
+            unit._leave_storage()
+        unit._free()
+    units[0].ledger.hold_all("gathered", [(unit.name, 0) for unit in units])
+
+
+def _transition(units: Sequence[Unit], to: UnitState) -> None:
+    for unit in units:
+        if (unit.state, to) not in _TRANSITIONS:
+            raise UnitStateError(
+                f"unit {unit.name!r} cannot go from {unit.state.value} to {to.value}. A forward "
+                "or backward hook ran in the wrong order. Please report this with the structure "
+                "of the model."
+            )
+        unit.state = to
+
+
+def _mark_sharded(units: Sequence[Unit]) -> None:
+    """Put placeholders into the parameters and raise their versions.
+
+    Backward reads the memory of saved tensors directly, without consulting the class of a parameter.
+    Because the version differs, autograd raises an error instead.
+    """
+    sharded_parameter.mark_sharded(
+        [param for unit in units for param in unit.params],
+        [nothing for unit in units for nothing in unit._placeholders],
+    )
+    _increment_version([tensor for unit in units for tensor in unit._versioned])
+
+
+def _mark_unsharded(units: Sequence[Unit]) -> None:
+    sharded_parameter.mark_unsharded(
+        [param for unit in units for param in unit.params],
+        [view for unit in units for view in unit._views],
+        [kind for unit in units for kind in unit._kinds],
+    )
+    versioned = tuple([tensor for unit in units for tensor in unit._versioned])
+    versions = tuple([tensor._version - 1 for tensor in versioned])
+    _set_versions(versioned, versions)
+    end = 0
+    for unit in units:
+        begin, end = end, end + len(unit._versioned)
+        unit._full_versions = versions[begin:end]
 
 
 def _never_lone(_name: str) -> bool:
@@ -703,20 +749,6 @@ def offloaded_error(what: str) -> UsageError:
         f"{what} is in host memory: engine.offload_states() or engine.to('cpu') moved it there. Call "
         "engine.reload_states() first."
     )
-
-
-def _is_at(param: Tensor, view: Tensor) -> bool:
-    """Whether the parameter is ``view``: in the same memory, at the same place of it."""
-    return (
-        _is_alias_of(param, view)
-        and param.storage_offset() == view.storage_offset()
-        and param.stride() == view.stride()
-    )
-
-
-def _is_local_at(param: Tensor, view: Tensor) -> bool:
-    """The same, of a parameter or of the local tensor of a DTensor."""
-    return _is_at(local_of(param), view)
 
 
 def _check_assigned(param: Tensor, slot: Slot, view: Tensor) -> None:

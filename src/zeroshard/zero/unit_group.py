@@ -15,7 +15,7 @@ import torch
 from zeroshard.comm.collectives import ProcessGroupComm, joining
 from zeroshard.core.tiers import Tier
 from zeroshard.offload.shard_store import MemoryShardStore
-from zeroshard.zero.unit import Unit
+from zeroshard.zero.unit import Unit, UnitState, begin_gathers, end_gathers, free
 
 
 class UnitGroup:
@@ -42,25 +42,43 @@ class UnitGroup:
             raise
         if not opened:
             return
-        for unit in opened:
-            unit.begin_gather()
+        begin_gathers(opened)
         handle = self._comm.joint_all_gather(
             [unit.full_N for unit in opened],
             [unit.store.shard_S for unit in opened],
             name=self.name,
         )
         for unit in opened:
-            unit.note_gather(handle)
+            unit.handle = handle
+
+    def wait_for_unshard(self) -> None:
+        """Finish what :meth:`unshard` started: one wait for the launch.
+
+        Raises as :meth:`Unit.wait_for_unshard` does.
+        """
+        waiting = [unit for unit in self.units if unit.state is not UnitState.FULL]
+        if not waiting:
+            return
+        handle = waiting[0].handle
+        if handle is None or any(unit.handle is not handle for unit in waiting):
+            for unit in waiting:  # gathered apart, or not at all
+                unit.wait_for_unshard()
+            return
+        for unit in waiting:
+            unit.handle = None
+        handle.wait()
+        end_gathers(waiting)
 
     def reshard(self) -> None:
         """Write back edits by one copy, and free the full parameters of all units that are not pinned."""
-        leaving = [unit for unit in self.units if unit.can_reshard()]
+        leaving = [unit for unit in self.units if unit.is_allocated and unit.can_reshard()]
         if not leaving:
             return
-        parts = [unit.own_part() for unit in leaving]
-        torch._foreach_copy_([unit.store.shard_S for unit in leaving], parts)
         for unit in leaving:
-            unit.free_unsharded()
+            unit.rebind_storage()
+        shards, parts = [u.store.shard_S for u in leaving], [u.own_part_S for u in leaving]
+        torch._foreach_copy_(shards, parts)
+        free(leaving)
 
 
 def groups_of(units: Iterable[Unit]) -> list[UnitGroup]:

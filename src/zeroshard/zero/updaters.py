@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _NO_SLOTS: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class StepInputs:
     """What the updaters of one optimizer step share.
 
@@ -53,6 +53,11 @@ class StepInputs:
     found_inf: Tensor | None
     untouched: Mapping[int, frozenset[int]]
     pages: Iterator[Page]
+
+    @cached_property
+    def factor_on_host(self) -> float:
+        """``factor`` as a number. Waits for its device, if that is not the host."""
+        return float(self.factor)
 
 
 class Updater(Protocol):
@@ -227,7 +232,7 @@ class FusedStep:
             self._own.step(inputs)
         else:
             grad_C = shard.gradient_of(self._chunk)
-            fused.run(grad_C, float(inputs.factor), self._inner.param_groups)
+            fused.run(grad_C, inputs.factor_on_host, self._inner.param_groups)
 
     def prepared(self) -> FusedUpdate | None:
         """The prepared pass; None if the optimizer has not made its state."""
