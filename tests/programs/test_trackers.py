@@ -71,7 +71,7 @@ def test_every_tracker_keeps_equal_values_at_equal_steps(tmp_path, opened_by):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["trainer", "accelerate"])
+@pytest.mark.parametrize("library", sampled(["trainer", "accelerate"], every=2))
 def test_runs_that_a_trainer_or_accelerate_opened_are_joined(tmp_path, library):
     """Each tracker has one run, with the values of the library and those of the engine."""
     run("tracked_runs.py", tmp_path, library)

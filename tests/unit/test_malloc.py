@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+from support.covering import sampled
 
 PROGRAM = """
     import ctypes, sys, torch, zeroshard
@@ -38,7 +39,7 @@ PROGRAM = """
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the C library may not be glibc")
 @pytest.mark.parametrize(
     ("chosen", "expected"),
-    [
+    sampled([
         ({}, ["False", "True False", "True False"]),
         (
             {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432"},
@@ -49,8 +50,8 @@ PROGRAM = """
             {"MALLOC_TRIM_THRESHOLD_": "67108864"},
             ["True", "True True", "True True"],
         ),  # which fixes 128 KiB for both
-    ],
-)
+    ], every=2),
+)  # fmt: skip
 def test_large_blocks_of_cpu_ranks_are_outside_the_heap(chosen, expected):
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM)],

@@ -8,7 +8,7 @@ import sys
 from importlib import resources
 
 import pytest
-from support.covering import FULL
+from support.covering import FULL, sampled
 from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
@@ -531,7 +531,9 @@ def test_samples_per_second_are_those_of_the_batch_of_the_model(
     ) == taken
 
 
-@pytest.mark.parametrize(("size", "as_named"), [(None, "shm"), (4, "shm"), (2, "p2p")])
+@pytest.mark.parametrize(
+    ("size", "as_named"), sampled([(2, "p2p"), (4, "shm"), (None, "shm")], every=2)
+)
 def test_cpu_ranks_of_several_nodes_have_no_shared_memory(run, size, as_named):
     options = () if size is None else ("--ranks-per-node", str(size))
     found = json.loads(run("nets_to_plan:plain", "--json", *options).stdout)

@@ -115,12 +115,15 @@ EVERY_DTYPE = ("AdamW", "SGD, momentum", "Lion")
 
 @pytest.mark.parametrize(
     ("name", "grad_dtype", "low"),
-    [
-        (name, *dtypes)
-        for at, name in enumerate(OPTIMIZERS)
-        for turn, dtypes in enumerate(DTYPES)
-        if name in EVERY_DTYPE or turn == at % 4
-    ],
+    sampled(
+        [
+            (name, *dtypes)
+            for at, name in enumerate(OPTIMIZERS)
+            for turn, dtypes in enumerate(DTYPES)
+            if name in EVERY_DTYPE or turn == at % 4
+        ],
+        every=3,
+    ),
 )
 def test_it_has_the_bits_of_the_cpus_update(name, grad_dtype, low):
     """Fragments of two groups, none of them a whole number of tiles; an edit; NaN and infinity."""
@@ -212,8 +215,9 @@ def test_fragments_without_elements_count_their_steps():
     assert [float(state["step"]) for state in ours.states] == [1.0] * 3
 
 
-@pytest.mark.parametrize("blocks", [1, 3, 8])
-@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize(
+    ("block", "blocks"), sampled([(32, 3), (128, 8), (128, 1), (32, 1), (32, 8), (128, 3)], every=3)
+)
 def test_bits_do_not_depend_on_the_size_of_tiles(block, blocks):
     groups, ours, theirs = make("AdamW", BF16, (1000, 64))
     grad = ours.grad(BF16)
