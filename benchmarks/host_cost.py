@@ -32,6 +32,8 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 RANKS = 8
+WIDTH = 64
+"""Of the matrices. The shards of a matrix of this size need no padding, as those of a real model."""
 PHASES = ("forward", "backward", "step")
 APART = "stage 3, matrices apart"
 """The line on which each matrix of a block is a unit, as in blocks of large models on an accelerator."""
@@ -205,7 +207,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # a fake all-gather leaves what was in memory
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    depth, width = (3, 8) if options.smoke else (24, 16)
+    depth, width = (3, 8) if options.smoke else (24, WIDTH)
     warm_up, rounds, burst = (2, 2, 2) if options.smoke else (5, options.rounds, 5)
     names = list(systems())
     if options.only is not None:

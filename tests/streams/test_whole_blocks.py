@@ -63,6 +63,9 @@ def test_a_block_is_one_launch_in_each_direction_and_its_matrices_are_not_copied
     made, adopted, found = in_child(lambda: step_of(stage))
     assert not found
     assert all(made["reduce_scatter", name] == 1 for name in BLOCKS)
+    # Behind the last reductions of backward nothing is computed: at stage 2 each has its own launch.
+    assert made["reduce_scatter", "1.up"] == made["reduce_scatter", "1.down"] == (stage == 2)
+    assert not made["reduce_scatter", "2.up"]
     assert {"1.up", "1.down", "2.up", "2.down"} <= {*adopted}
     if stage == 3:
         assert made["all_gather", "1"] == 2  # for forward and for backward

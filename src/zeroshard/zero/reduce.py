@@ -108,7 +108,7 @@ class GradReducer:
     @cached_property
     def _launches_of(self) -> dict[int | None, list[list[GradBuffer]]]:
         """The buffers of each pipeline stage by launch: those of a group are reduced together."""
-        return {stage: _by_launch(buffers) for stage, buffers in self._orders.items()}
+        return {stage: _open_ended(_by_launch(buffers)) for stage, buffers in self._orders.items()}
 
     # ------------------------------------------------------------------ one backward
 
@@ -408,3 +408,18 @@ def _by_launch(buffers: Iterable[GradBuffer]) -> list[list[GradBuffer]]:
         return (buffer.unit.group, id(buffer.comm)) if joins else (id(buffer),)
 
     return [list(members) for _, members in groupby(buffers, key)]
+
+
+def _open_ended(launches: list[list[GradBuffer]]) -> list[list[GradBuffer]]:
+    """The same launches, but the last group's units are reduced one by one if they are resident.
+
+    Backward has nothing left behind which the launch of the last block could run, so each of its matrices
+    is reduced while the gradients of the next are computed. What is no matrix comes last: the block
+    begins with a norm. At stage 3 the block would need more collectives than three.
+    """
+    groups = [at for at, buffers in enumerate(launches) if len(buffers) > 1]
+    if not groups or not launches[groups[-1]][0].unit.resident:
+        return launches
+    last = groups[-1]
+    matrices_first = sorted(launches[last], key=lambda buffer: len(buffer.unit.params) > 1)
+    return [*launches[:last], *([buffer] for buffer in matrices_first), *launches[last + 1 :]]
