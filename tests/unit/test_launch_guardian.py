@@ -44,6 +44,14 @@ def test_each_kind_of_refusal_has_one_line_and_the_others_are_counted():
     assert lines[4] == "zeroshard: 4 more such messages came to the store of this run."
 
 
+def test_a_line_of_another_process_in_the_middle_of_a_stack_leaves_none_of_it():
+    first, second, *rest = SIZE.splitlines(True)
+    lines = folded(first, second, "mine\n", *rest, "mine too\n").splitlines()
+    assert lines[1:] == ["mine", "mine too"]
+    other = "[W1127 23:30 socket.cpp:1] [c10d] refused\n" + STACK
+    assert folded(first, second, other).endswith(other)
+
+
 def test_a_sender_cannot_make_more_kinds_than_there_are_lines_for():
     sent = [f"{HEAD}Invalid {number}. x\n{STACK}" for number in range(100)]
     assert len(folded(*sent).splitlines()) == guardian_program._KINDS + 1

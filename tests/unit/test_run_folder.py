@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,21 @@ def test_a_run_of_which_a_process_lives_stays(monkeypatch, tmp_path, name, ranks
     assert old.exists() == stays
     assert (tmp_path / "runs" / "later2").exists()
     assert not (tmp_path / "runs" / "later1").exists()
+
+
+@pytest.mark.parametrize(("age_s", "stays"), [(3600, True), (90_000, False)])
+def test_a_run_of_another_container_stays_for_a_day(monkeypatch, tmp_path, age_s, stays):
+    """That no process here has the number of one of its ranks does not say that it has ended."""
+    monkeypatch.setattr(module, "default_root", lambda: tmp_path / "runs")
+    monkeypatch.setattr(module, "KEPT_RUNS", 1)
+    ranks = '{"ranks": [{"process": {"pid": 4194305, "space": "boot pid:[7]"}}]}'
+    old = folder_of(tmp_path / "runs", "named", 0, ranks)
+    for file in old.iterdir():
+        os.utime(file, (time.time() - age_s,) * 2)
+    folder_of(tmp_path / "runs", "later", 1)
+    monkeypatch.setenv("ZEROSHARD_RUN_ID", "new")
+    make_run_folder(None)
+    assert old.exists() == stays
 
 
 def test_what_is_no_run_stays(monkeypatch, tmp_path):

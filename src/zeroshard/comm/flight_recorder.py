@@ -31,20 +31,18 @@ Invariants, and what breaks without them:
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any, NamedTuple
+
+from zeroshard.run.recordings import HEADER, MAGIC, VERSION, pid_space
 
 MASK_64 = (1 << 64) - 1
 #: Odd multipliers: with equal histories before, words that differ give histories that differ.
 MULTIPLIER = 1_000_003
 SIZE_MIX = 0x9E37_79B9_7F4A_7C15
 
-_MAGIC = int.from_bytes(b"ZSFLIGHT", "little")
-_VERSION = 2
-_HEADER = struct.Struct("<10Q")
 _ROWS_USED, STEP, _WAITING = 6, 7, 8
 _SECTION = struct.Struct("<64s")
 _SECTION_AT = 128
@@ -121,9 +119,9 @@ class FlightRecorder:
     def __init__(self, buffer: Any, *, ring: int, pid: int, rank: int, group_size: int) -> None:
         self.buffer = buffer
         self.ring = ring
-        self.words = memoryview(buffer).cast("B")[: _HEADER.size].cast("Q")
-        head = (_MAGIC, _VERSION, pid, rank, group_size, ring, 0, 0, 0, pid_space())
-        _HEADER.pack_into(buffer, 0, *head)
+        self.words = memoryview(buffer).cast("B")[: HEADER.size].cast("Q")
+        head = (MAGIC, VERSION, pid, rank, group_size, ring, 0, 0, 0, pid_space())
+        HEADER.pack_into(buffer, 0, *head)
 
     @staticmethod
     def nbytes_for(ring: int) -> int:
@@ -162,8 +160,8 @@ def read_recording(raw: bytes, later: bytes | None = None) -> FlightRecording | 
     """
     if len(raw) < RING_AT:
         return None
-    magic, version, pid, rank, world, ring, used, step, waiting, _ = _HEADER.unpack_from(raw)
-    if magic != _MAGIC or version != _VERSION or len(raw) < FlightRecorder.nbytes_for(ring):
+    magic, version, pid, rank, world, ring, used, step, waiting, _ = HEADER.unpack_from(raw)
+    if magic != MAGIC or version != VERSION or len(raw) < FlightRecorder.nbytes_for(ring):
         return None
     ring_end = RING_AT + ring * SLOT.size
     slots = sorted(SLOT.iter_unpack(raw[RING_AT:ring_end]), key=lambda slot: slot[3])
@@ -178,32 +176,6 @@ def read_recording(raw: bytes, later: bytes | None = None) -> FlightRecording | 
             records.append(Record(seq, op_, name_, nbytes, dtype_, at_s, history))
     (section,) = _SECTION.unpack_from(raw, _SECTION_AT)
     return FlightRecording(pid, rank, world, head, step, waiting, _text(section), tuple(records))
-
-
-class Writer(NamedTuple):
-    """The process that writes or wrote a recording. ``space``: its :func:`pid_space`."""
-
-    pid: int
-    space: int
-
-
-def read_writer(raw: bytes) -> Writer | None:
-    """The writer of a recording; None if these bytes are no recording, or one of another version."""
-    if len(raw) < _HEADER.size:
-        return None
-    magic, version, pid, *_, space = _HEADER.unpack_from(raw)
-    return Writer(pid, space) if (magic, version) == (_MAGIC, _VERSION) else None
-
-
-def pid_space() -> int:
-    """The namespace of process numbers that this process is in; 0 where there is none.
-
-    Containers that share ``/dev/shm`` may have namespaces of their own.
-    """
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
 
 
 def rank_ranges(ranks: Iterable[int], limit: int = 64) -> str:

@@ -33,7 +33,6 @@ import contextlib
 import faulthandler
 import mmap
 import os
-import stat
 import tempfile
 import time
 import weakref
@@ -55,15 +54,14 @@ from zeroshard.comm.flight_recorder import (
     FlightRecorder,
     FlightRecording,
     Record,
-    pid_space,
     read_recording,
-    read_writer,
     word_of,
     word_with,
 )
-from zeroshard.core.files import for_this_user, is_mine
+from zeroshard.core.files import for_this_user
 from zeroshard.device.choice import ops_of
 from zeroshard.device.ops import DeviceOps, Event
+from zeroshard.run.recordings import STACKS, remove_if_ended
 
 _pack = SLOT.pack_into
 _monotonic = time.monotonic
@@ -520,7 +518,7 @@ directory."""
 
 def stack_file_of(recording: Path) -> Path:
     """The file for the stacks of the process that writes ``recording``."""
-    return recording.with_name(f"{PRESENCE}.stack")
+    return recording.with_name(STACKS)
 
 
 class FrozenStack:
@@ -563,34 +561,12 @@ def remove_recording(recording: Path) -> None:
 
 
 def sweep_recordings(root: Path | None = None, *, older_than_s: float = 3600.0) -> None:
-    """Remove recordings that are older than ``older_than_s`` and whose writers have ended.
-
-    A folder goes if it is this user's and holds recordings of processes of this namespace, and nothing
-    else: any program may call a folder ``zeroshard-...``.
-    """
+    """Remove recordings that are older than ``older_than_s`` and whose writers have ended."""
     newest_s = time.time() - older_than_s
     for folder in (root or recording_dir("").parent).glob("zeroshard-*"):
         with contextlib.suppress(OSError):  # another user's, or already removed
-            about = folder.lstat()
-            if not stat.S_ISDIR(about.st_mode) or not is_mine(about) or about.st_mtime > newest_s:
-                continue
-            files = [*folder.iterdir()]
-            recordings = [file for file in files if file != stack_file_of(file)]
-            if recordings and all(map(_has_ended, recordings)):
-                for file in files:
-                    file.unlink()
-                folder.rmdir()
-
-
-def _has_ended(file: Path) -> bool:
-    """Whether the file is a recording whose writer, a process of this namespace, has ended."""
-    about = file.lstat()
-    if not stat.S_ISREG(about.st_mode) or not is_mine(about):
-        return False
-    writer = read_writer(file.read_bytes())
-    if writer is None or writer.space != pid_space():
-        return False
-    return not Path(f"/proc/{writer.pid}").exists()
+            if folder.lstat().st_mtime <= newest_s:
+                remove_if_ended(folder, lambda pid: not Path(f"/proc/{pid}").exists())
 
 
 def read_recording_file(path: Path) -> FlightRecording | None:

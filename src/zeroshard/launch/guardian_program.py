@@ -61,10 +61,14 @@ class Fold:
             self._is_inside = line != b"\n"
             return
         before, head, words = line.partition(_HEAD)
-        self._is_inside = bool(head) and before.startswith(b"[")
-        if not self._is_inside:
+        is_refusal = bool(head) and before.startswith(b"[")
+        if not is_refusal:
+            # A line of another process may come in the middle of a stack, which can be longer than what a
+            # pipe takes at once. Another message of torch begins with a bracket.
+            self._is_inside = self._is_inside and not line.startswith(b"[")
             self._write(line)
             return
+        self._is_inside = True
         kind = words.partition(b".")[0]
         if kind in self._told or len(self._told) == _KINDS:
             self._count += 1

@@ -8,13 +8,11 @@ would leave more and more. The launcher removes those that its own ranks wrote, 
 from __future__ import annotations
 
 import contextlib
-import struct
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
-_HEADER = struct.Struct("<8s2Q")  # magic, version, process id: the start of a recording
-_MAGIC = b"ZSFLIGHT"
+from zeroshard.run.recordings import remove_if_ended
 
 
 def remove_recordings(run_id: str, pids: Collection[int], root: Path | None = None) -> None:
@@ -23,19 +21,4 @@ def remove_recordings(run_id: str, pids: Collection[int], root: Path | None = No
     place = root or (shared if shared.is_dir() else Path(tempfile.gettempdir()))
     for folder in place.glob(f"zeroshard-{run_id}-" + "[0-9a-f]" * 8):
         with contextlib.suppress(OSError):  # a rank has removed it
-            files = list(folder.iterdir())
-            writers = {_writer(file) for file in files if file.suffix != ".stack"}
-            if writers and writers <= set(pids):  # nothing else is in the folder
-                for file in files:
-                    file.unlink(missing_ok=True)
-                folder.rmdir()
-
-
-def _writer(file: Path) -> int | None:
-    """The process id in a recording; None if the file is something else."""
-    with file.open("rb") as opened:
-        start = opened.read(_HEADER.size)
-    if len(start) < _HEADER.size:
-        return None
-    magic, _, pid = _HEADER.unpack(start)
-    return int(pid) if magic == _MAGIC else None
+            remove_if_ended(folder, pids.__contains__)

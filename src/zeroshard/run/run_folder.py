@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from zeroshard.core.files import is_mine
+from zeroshard.run.recordings import pid_space
 
 RUN_ID_VARIABLE = "ZEROSHARD_RUN_ID"
 """The name of the run's folder. ``zeroshard launch`` sets it for all hosts and attempts."""
@@ -32,6 +33,8 @@ RECORD_FORMAT = 1
 """Of the files steps-*.jsonl (:mod:`zeroshard.report.record`)."""
 KEPT_RUNS = 50
 """Runs that stay in the default directory when another begins."""
+_UNKNOWN_S = 86_400.0
+"""For how long a run of another container stays that has written nothing more."""
 
 
 def default_root() -> Path:
@@ -187,12 +190,18 @@ def _remove_oldest(root: Path) -> None:
 def _may_live(run: Path) -> bool:
     """Whether a process has the number of the run's launcher or of one of its ranks.
 
-    It may be another process by now. Then the run stays until a later one begins.
+    It may be another process by now. Then the run stays until a later one begins. Numbers of another
+    container say nothing here: its run stays for a day after it has last written something.
     """
-    pids = {run.name.rpartition("-")[2]}
+    pids, here = {run.name.rpartition("-")[2]}, f"pid:[{pid_space()}]"
     for file in run.glob("ranks*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            pids |= {str(row["process"]["pid"]) for row in json.loads(file.read_text())["ranks"]}
+            processes = [row["process"] for row in json.loads(file.read_text())["ranks"]]
+            pids |= {str(process["pid"]) for process in processes}
+            if not all(str(process.get("space", here)).endswith(here) for process in processes):
+                newest_s = max(each.stat().st_mtime for each in run.iterdir())
+                if time.time() - newest_s < _UNKNOWN_S:
+                    return True
     return any(pid.isdecimal() and _exists(int(pid)) for pid in pids)
 
 
