@@ -133,7 +133,7 @@ MUTATIONS = [
     Mutation(
         "block-loses-edits",
         "zero/unit_group.py",
-        "        torch._foreach_copy_([unit.store.shard_S for unit in leaving], parts)\n",
+        "        torch._foreach_copy_(shards, parts)\n",
         "",
         "tests/streams/test_whole_blocks.py::test_what_a_forward_writes_into_a_block_stays",
     ),
