@@ -482,7 +482,7 @@ def check_too_small(results: list, place: Path, wanted: int, free_nbytes: int) -
             f"GB) are free, {wanted - free_nbytes} too few. Free space, name another nvme_path, "
             "store less on disk (max_in_cpu, or device 'cpu'), or use more hosts."
         )
-        assert seconds < 5
+        assert seconds < 20  # far less than a wait for the other rank
 
 
 @pytest.mark.parametrize(("stage", "each_nbytes"), [(1, 14), (2, 14), (3, 16)])

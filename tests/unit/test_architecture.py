@@ -20,6 +20,7 @@ import package_map
 import pytest
 
 import zeroshard
+from zeroshard.watchdog.rank_status import OWN_FILES
 
 pytestmark = pytest.mark.smoke
 
@@ -261,6 +262,16 @@ def test_the_environment_is_read_at_the_border_only():
     }  # memory: settings of malloc; optim: CXX
     found = offenders(lambda path, tree: layer_of(path) not in borders and environment_uses(tree))
     assert found == {}
+
+
+def test_a_stall_shows_no_line_of_a_package_that_runs_in_ranks():
+    """Ranks run nothing of the others while they wait, or run their program in them."""
+    shown = {path.parent.name for path in SRC.glob("*/__init__.py") if not _is_own(path)}
+    assert shown == {"cli", "config", "core", "doctor", "launch", "planner", "report", "testing"}
+
+
+def _is_own(path: Path) -> bool:
+    return str(path).startswith(OWN_FILES)
 
 
 def test_hooks_are_registered_in_one_file():

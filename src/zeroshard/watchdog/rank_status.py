@@ -40,8 +40,8 @@ OWN_FILES = (
     *(
         _PACKAGE + part + os.sep
         for part in (
-            "comm", "watchdog", "device", "memory", "offload", "optim", "precision", "zero", "checkpoint",
-            "parallel", "engine", "deepspeed", "integrations",
+            "run", "comm", "watchdog", "session", "metrics", "device", "memory", "offload", "optim",
+            "precision", "zero", "checkpoint", "parallel", "data", "engine", "deepspeed", "integrations",
         )
     ),
     _TORCH, threading.__file__, contextlib.__file__,
@@ -50,6 +50,7 @@ OWN_FILES = (
 _COLLECTIVES = (
     _PACKAGE + "comm" + os.sep,
     _PACKAGE + "watchdog" + os.sep,
+    _PACKAGE + "session" + os.sep,
     _PACKAGE + os.path.join("deepspeed", "collectives.py"),
 )
 #: Where the program's thread waits while torch computes gradients of tensors on a device.
