@@ -1,4 +1,4 @@
-"""Writes the measured numbers of the newest result into the README.
+"""Writes the measured numbers of the newest result into both README files: a summary, and the tables.
 
 python benchmarks/readme_block.py           # rewrite
 python benchmarks/readme_block.py --check   # only compare
@@ -31,6 +31,7 @@ from targets import (
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+TABLES = Path(__file__).with_name("README.md")
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 SUMMARY = re.compile(r"(<!-- summary:begin -->\n).*?(<!-- summary:end -->)", re.DOTALL)
@@ -153,22 +154,18 @@ def summary(result: dict[str, Any] | None) -> str:
             lines.append(f"at stage {stage} ZeroShard {ms(own):.0f} ms, {others}")
     tokens = result["protocols"]["a1"]["settings"]["task"]["shape"]["context"]
     measured = {target.name.split(",")[0]: target for target in all_targets(result)}
-    wide, save, load, memory = (
+    wide, save, load = (
         measured[name].measured
         for name in (
             "A2: CPU time per step of 2048 tokens",
             "A10: wall time to save a checkpoint",
             "A10: wall time to load a checkpoint",
-            "A5: peak memory of training above the states",
         )
     )
     return (
-        f"CPU time per step of {tokens} tokens on 2 CPU ranks: {'; '.join(lines)}. "
-        "With 2048 tokens forward and backward take most of the time: the CPU time of the fastest "
-        f"other library is {wide} that of ZeroShard's slowest stage. To save a checkpoint, the fastest "
-        f"other library takes {save} as long as ZeroShard; to load one, it takes {load} as long. What "
-        "training at stage 3 needs above the states (staging, the gathered head, its gradient) is "
-        f"{memory} that of FSDP2."
+        f"CPU time per step of {tokens} tokens on 2 CPU ranks: {'; '.join(lines)}. With 2048 tokens the "
+        f"fastest other library takes {wide} the CPU time of ZeroShard's slowest stage, {save} the time "
+        f"to save a checkpoint, and {load} the time to load one."
     )
 
 
@@ -178,34 +175,54 @@ def _markdown(view: TextTable, columns: int | None = None) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def rewritten(readme: str, result: dict[str, Any] | None) -> str:
-    """The README with the block of this result, and with its summary if there are markers for it."""
-    readme = SUMMARY.sub(lambda found: f"{found[1]}{summary(result)}\n{found[2]}", readme)
-    before, begin, rest = readme.partition(BEGIN)
+def with_summary(page: str, result: dict[str, Any] | None) -> str:
+    """The page with the summary of this result.
+
+    Raises:
+        SystemExit: it has no markers for one.
+    """
+    if not SUMMARY.search(page):
+        raise SystemExit("README.md lacks the markers of the summary")
+    return SUMMARY.sub(lambda found: f"{found[1]}{summary(result)}\n{found[2]}", page)
+
+
+def with_tables(page: str, result: dict[str, Any] | None) -> str:
+    """The page with the tables of this result.
+
+    Raises:
+        SystemExit: it has no markers for them.
+    """
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"README.md lacks {BEGIN} or {END}")
+        raise SystemExit(f"benchmarks/README.md lacks {BEGIN} or {END}")
     return f"{before}{BEGIN}\n{block(result)}\n{END}{after}"
 
 
+PAGES = {README: with_summary, TABLES: with_tables}
+
+
 def main() -> int:
-    """Returns 1 if the README differs and ``--check`` was given."""
+    """Returns 1 if a page differs and ``--check`` was given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     path = newest()
     source = path.name if path else "no result"
-    old = README.read_text()
-    new = rewritten(old, _read(path) if path else None)
-    if old == new:
-        print(f"README.md says what {source} says")
-        return 0
-    if given.check:
-        print(f"README.md differs from {source}: run python benchmarks/readme_block.py")
-        return 1
-    README.write_text(new)
-    print(f"README.md rewritten from {source}")
-    return 0
+    result = _read(path) if path else None
+    differs = False
+    for page, rewrite in PAGES.items():
+        old, name = page.read_text(), page.relative_to(ROOT)
+        new = rewrite(old, result)
+        differs |= old != new
+        if old == new:
+            print(f"{name} says what {source} says")
+        elif given.check:
+            print(f"{name} differs from {source}: run python benchmarks/readme_block.py")
+        else:
+            page.write_text(new)
+            print(f"{name} rewritten from {source}")
+    return int(differs and given.check)
 
 
 if __name__ == "__main__":

@@ -112,23 +112,21 @@ def test_tables_and_pictures_are_made(run, result):
 
 @pytest.mark.slow
 def test_readme_block_is_made_from_a_result(result):
-    readme = f"before\n{readme_block.BEGIN}\nold\n{readme_block.END}\nafter\n"
-    once = readme_block.rewritten(readme, result)
+    page = f"before\n{readme_block.BEGIN}\nold\n{readme_block.END}\nafter\n"
+    once = readme_block.with_tables(page, result)
     assert once.startswith("before\n")
     assert once.endswith("\nafter\n")
     assert "old" not in once
     assert all(f"| {stage} | " in once for stage in (0, 1, 2, 3))
-    assert readme_block.rewritten(once, result) == once
+    assert readme_block.with_tables(once, result) == once
 
 
-def test_readme_says_what_the_newest_result_says():
+def test_both_pages_say_what_the_newest_result_says():
     path = readme_block.newest()
     measured = json.loads(path.read_text()) if path else None
-    readme = readme_block.README.read_text()
-    assert readme_block.SUMMARY.search(readme), "the markers of the summary are missing"
-    assert readme_block.rewritten(readme, measured) == readme, (
-        "run python benchmarks/readme_block.py"
-    )
+    for page, rewrite in readme_block.PAGES.items():
+        text = page.read_text()
+        assert rewrite(text, measured) == text, "run python benchmarks/readme_block.py"
 
 
 # ---------------------------------------------------------------------- comparability

@@ -145,6 +145,14 @@ def parsed(command: Any, words: list[str]) -> None:
         parsed(command.commands[rest[0]], rest)
 
 
+def changed_loop(block: Block, page: Path) -> None:
+    """A program before and after a change: both are Python."""
+    assert block.language == "diff"
+    for left_out in "+-":
+        kept = [line[1:] for line in block.text.splitlines() if line[:1] != left_out]
+        compile("\n".join(kept), f"{page}:{block.line}", "exec")
+
+
 # ---------------------------------------------------------------- the others
 
 
@@ -188,14 +196,14 @@ TYPES = in_test("unit/test_checkpoint_format.py")
 README, PIPELINE = in_test("unit/test_readme.py"), in_test("compat/test_pipeline_page.py")
 
 TREATED: dict[str, list[Treatment]] = {
-    "README.md": [commands, README, zero_keys, commands, README, commands],
+    "README.md": [commands, changed_loop, configuration, commands, README, commands, README],
     "docs/api.md": [api] * 11,
     "docs/checkpoints.md": [continues, shown, keys, commands, continues, commands],
     "docs/config.md": [configuration],
     "docs/doctor.md": [commands, shown],
     "docs/format.md": [TYPES, FORMAT, FORMAT, FORMAT],
     "docs/gpu.md": [commands, configuration, configuration, configuration],
-    "docs/index.md": [commands, toctree, toctree, toctree, toctree],
+    "docs/index.md": [commands, changed_loop, commands, toctree, toctree, toctree, toctree],
     "docs/integrations.md": [INTEGRATIONS] * 7,
     "docs/migrate.md": [compiles, compiles],
     "docs/monitors.md": [configuration, compiles, commands],

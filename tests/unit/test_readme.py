@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 README = Path(__file__).parents[2] / "README.md"
 TRAINS, SAVES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
@@ -30,3 +32,26 @@ def test_the_second_block_saves_and_loads():
     names = run(SAVES)
     assert names["client_state"] == {"epoch": 3}
     assert names["path"] == f"{names['directory']}/global_step0"
+
+
+def test_the_changed_loop_trains_and_the_home_page_has_the_same(tmp_path, monkeypatch):
+    text, home = README.read_text(), (README.parent / "docs/index.md").read_text()
+    [diff] = re.findall(r"```diff\n(.*?)```", text, flags=re.S)
+    assert diff in home
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(re.findall(r"```json\n(.*?)```", text, flags=re.S)[0])
+
+    class MyModel(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().mean()
+
+    after = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
+    batches = torch.ones(3, 4, 8, dtype=torch.bfloat16)
+    names = {"torch": torch, "MyModel": MyModel, "loader": batches}
+    exec(compile(after, str(README), "exec"), names)
+    with names["model"] as engine:
+        assert engine.global_steps == len(batches)
+        assert engine.last_step.grad_norm > 0
