@@ -192,6 +192,7 @@ TUTORIAL, FORMAT, INTEGRATIONS = (
     in_test("ranks/test_format_page.py"),
     in_test("compat/test_integrations_page.py"),
 )
+RAY = in_test("programs/test_ray.py")
 TYPES = in_test("unit/test_checkpoint_format.py")
 README, PIPELINE = in_test("unit/test_readme.py"), in_test("compat/test_pipeline_page.py")
 
@@ -199,6 +200,7 @@ TREATED: dict[str, list[Treatment]] = {
     "README.md": [commands, changed_loop, configuration, commands, README, commands, README],
     "docs/api.md": [api] * 11,
     "docs/checkpoints.md": [continues, shown, keys, commands, continues, commands],
+    "docs/clusters.md": [commands, shown, commands, commands, shown, shown, shown, RAY],
     "docs/config.md": [configuration],
     "docs/doctor.md": [commands, shown],
     "docs/format.md": [TYPES, FORMAT, FORMAT, FORMAT],
