@@ -105,6 +105,12 @@ def running(folder, env):
         yield start
 
 
+def on_hosts() -> list[str]:
+    """Options for the hosts of the file ``hosts``, which meet on this one."""
+    words = ["--hostfile", "hosts", "--master_addr", "127.0.0.1"]
+    return [*words, "--master_port", str(unused_port())]
+
+
 def gone(pid: int, within_s: float = 10.0) -> bool:
     """Whether a process ends in time. A zombie of another parent counts as ended."""
     deadline_s = time.monotonic() + within_s
@@ -449,14 +455,7 @@ def two_nodes(folder, env):
     )
     ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
     env["PATH"] = f"{bin_folder}{os.pathsep}{env['PATH']}"
-    return [
-        "--hostfile",
-        "hosts",
-        "--master_addr",
-        "127.0.0.1",
-        "--master_port",
-        str(unused_port()),
-    ]
+    return on_hosts()
 
 
 def test_ranks_of_two_hosts_find_each_other(launch, folder, two_nodes):
@@ -512,14 +511,7 @@ def mpirun(folder, env):
     )
     program.chmod(0o755)
     env["PATH"] = f"{program.parent}{os.pathsep}{env['PATH']}"
-    return [
-        "--hostfile",
-        "hosts",
-        "--master_addr",
-        "127.0.0.1",
-        "--master_port",
-        str(unused_port()),
-    ]
+    return on_hosts()
 
 
 @pytest.mark.parametrize("kind", sampled(["openmpi", "mpich"], every=2))
