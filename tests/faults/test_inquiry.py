@@ -13,7 +13,7 @@ from zeroshard.errors import RankDivergence
 from zeroshard.watchdog.diagnosis import Diagnosis
 from zeroshard.watchdog.inquiry import Inquiry, own_answer
 from zeroshard.watchdog.messages import Messages
-from zeroshard.watchdog.rank_status import PRESENCE, Peer
+from zeroshard.watchdog.rank_status import PRESENCE, Peer, status_from_host
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import TrackedCalls
 from zeroshard.watchdog.watchdog import Watchdog
@@ -89,3 +89,13 @@ def test_a_rank_takes_over_the_cause_that_another_found_before(tmp_path, monkeyp
     finally:
         watchdog.close()
         other.close()
+
+
+def test_a_rank_whose_group_is_not_open_yet_has_not_left(tmp_path):
+    here = this_process()
+    (tmp_path / "1").touch()
+    group = Peer(1, here, str(tmp_path / "1-holders"))
+    assert not group.has_left(here)
+    assert status_from_host(group, here).fate == "silent"
+    (tmp_path / "1").unlink()
+    assert group.has_left(here)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from stepwise import OFFLOADS, batch, loss_of, report
 
 from zeroshard.errors import DistributedError, RankLost
 from zeroshard.optim import native_adam
+from zeroshard.session import session
 from zeroshard.testing import on_ranks
 from zeroshard.testing.ranks import run_ranks
 from zeroshard.testing.streams import pretend_cuda
@@ -56,6 +58,19 @@ def step(trained: Any, at: int) -> None:
 
 
 @contextmanager
+def late(seconds: float) -> Iterator[None]:
+    """A context in which this rank comes late to the opening of communicators, after all have agreed."""
+    on_time = session._open
+
+    def open_late(*given: Any) -> Any:
+        time.sleep(seconds)
+        return on_time(*given)
+
+    with mock.patch.object(session, "_open", open_late):
+        yield
+
+
+@contextmanager
 def not_watched() -> Iterator[None]:
     """A context in which the watchdog of this rank looks at nothing: a step ends before it aborts."""
     with mock.patch.object(Watchdog, "tick", lambda _: None):
@@ -69,13 +84,13 @@ def masters(trained: Any) -> list[torch.Tensor]:
 
 
 def after_the_loss(
-    stage: int, offload: str, precision: str, looks: Sequence[str]
+    stage: int, offload: str, precision: str, looks: Sequence[str], late_s: float = 0.0
 ) -> tuple[dict[str, tuple[str, str]], bool, str]:
     """On the rank that is left: class and text of the error of each look, whether masters have changed
     since the last step of both ranks, and what the checker found.
 
     The first look waits until the collectives are aborted. The others find that they were. Without
-    ``looks``: of :func:`go_on`.
+    ``looks``: of :func:`go_on`. ``late_s``: how late the rank that dies comes to the opening.
     """
     native_adam.prepare()
     native_adam.wait()
@@ -87,14 +102,15 @@ def after_the_loss(
         watch.ranks(),
     ):
         torch.cuda.set_device(rank)
-        trained = engine(
-            model(),
-            stage,
-            precision,
-            optimizer=fused_adamw,
-            trust=QUICK,
-            zero_optimization=OFFLOADS[offload],
-        )
+        with late(late_s * rank):
+            trained = engine(
+                model(),
+                stage,
+                precision,
+                optimizer=fused_adamw,
+                trust=QUICK,
+                zero_optimization=OFFLOADS[offload],
+            )
         step(trained, 0)
         trained.memory_report(all_ranks=True)
         if rank == 1:
@@ -134,9 +150,9 @@ def test_a_number_of_an_aborted_step_is_the_diagnosis(stage: int) -> None:
     assert found == ""
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_host_does_not_update_with_an_aborted_gradient(stage: int) -> None:
-    said, changed, _ = left_alone(stage, "optimizer", "fp32", [])
+@pytest.mark.parametrize(("stage", "late_s"), [(1, 0.0), (3, 0.5)])
+def test_the_host_does_not_update_with_an_aborted_gradient(stage: int, late_s: float) -> None:
+    said, changed, _ = left_alone(stage, "optimizer", "fp32", [], late_s)
     assert said["go on"][0] == "RankLost", said
     assert not changed
 

@@ -280,10 +280,10 @@ class SessionOpener:
         ]
 
     def give_up(self, error: BaseException) -> None:
-        """Close everything, because the session cannot be opened."""
+        """Close what was opened here, because the session cannot be opened."""
         for comm in self.comms:
             comm.close()
-        for recorder in (self.home, *self.recorders):
+        for recorder in self.recorders:
             recorder.close()
         if self.session_watch is not None:
             self.session_watch.close(f"{type(error).__name__}: {first_line(error)}")

@@ -331,11 +331,18 @@ def open_session(
         watchdog.check()
     number, namespace = _store_namespace(ranks, dist.get_rank(group))
     crew = SetUpRanks(ranks, dist.get_rank(group), number, call, settings, watchdog)
+    sweep_recordings()
+    # Before the agreement: a rank that has agreed finds the recordings of all ranks of its host.
+    recording = watchdog.folder / str(number) if watchdog is not None else None
+    recorder = Recorder(
+        recording=recording, ring=settings.ring, rank=ranks[crew.me], group_size=len(ranks)
+    )
     with watchdog.set_up(number + 1, call, settings) if watchdog else contextlib.nullcontext():
         try:
-            peers = _agree(crew, namespace, plan, device_use(group, device))
-            return _open(crew, peers, group, transport, device, purposes, mesh, kinds)
+            peers = _agree(crew, recording, namespace, plan, device_use(group, device))
+            return _open(crew, peers, recorder, group, transport, device, purposes, mesh, kinds)
         except BaseException:
+            recorder.close()
             if watchdog is not None:
                 watchdog.release()
             raise
@@ -378,7 +385,11 @@ def set_up_together(
 
 
 def _agree(
-    crew: SetUpRanks, namespace: Store, plan: Mapping[str, str], own_device: DeviceUse
+    crew: SetUpRanks,
+    recording: Path | None,
+    namespace: Store,
+    plan: Mapping[str, str],
+    own_device: DeviceUse,
 ) -> Peers:
     """The process and recording of every rank, by global rank, after all have agreed on ``plan``.
 
@@ -386,8 +397,7 @@ def _agree(
     for each would be gigabytes for a few thousand ranks.
     """
     here, size = this_process(), len(crew.ranks)
-    recording = str(crew.watchdog.folder / str(crew.number)) if crew.watchdog is not None else ""
-    card = json.dumps([here.to_json(), recording, own_device])
+    card = json.dumps([here.to_json(), str(recording or ""), own_device])
 
     def sum_up(cards: list[str]) -> str:
         summary, near = _summary(crew.ranks, cards)
@@ -476,6 +486,7 @@ def _unwatched(
 def _open(
     crew: SetUpRanks,
     peers: Peers,
+    recorder: Recorder,
     group: dist.ProcessGroup,
     transport: str,
     device: torch.device,
@@ -483,10 +494,7 @@ def _open(
     mesh: Mesh,
     kinds: Sequence[GroupKind],
 ) -> CommSession:
-    sweep_recordings()
     settings, rank, size = crew.settings, crew.ranks[crew.me], len(crew.ranks)
-    recording = Path(peers[rank].recording) if peers[rank].recording else None
-    recorder = Recorder(recording=recording, ring=settings.ring, rank=rank, group_size=size)
     meetings = Recorder("meetings", ring=64, rank=rank, group_size=size)
     session_watch = None
     if crew.watchdog is not None:

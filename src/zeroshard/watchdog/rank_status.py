@@ -117,7 +117,12 @@ class Peer:
         """Whether it closed its engine, or its process ended, as far as this host can tell."""
         if not self.is_on(here):
             return False
-        return not Path(self.recording).exists() or self.fate(here)[0] == "gone"
+        return not self._of_engine().exists() or self.fate(here)[0] == "gone"
+
+    def _of_engine(self) -> Path:
+        """The recording that exists as long as the engine. Those of its groups are opened later."""
+        path = Path(self.recording)
+        return path.with_name(path.name.partition("-")[0])
 
     def is_on(self, here: Process) -> bool:
         """Whether this host sees the rank's process and files."""
