@@ -492,8 +492,14 @@ def test_a_broadcast_waits_for_its_source_alone():
     assert (diagnosis.kind, diagnosis.ranks) == ("RankLate", (0,))
 
 
-@pytest.mark.parametrize(("blocked_s", "fatal"), [(31.0, False), (119.0, True)])
-def test_a_call_of_the_programs_own_gets_more_time(blocked_s, fatal):
+@pytest.mark.parametrize(
+    ("blocked_s", "fatal", "words"),
+    [
+        (31.0, False, "Not ended: rank 1 may still make that call; limit 120 s."),
+        (119.0, True, "Neither can continue: rank 1 did not make that call."),
+    ],
+)
+def test_a_call_of_the_programs_own_gets_more_time(blocked_s, fatal, words):
     barrier = meets(
         status(0, gathers("a"), waits=False), TORCH, 0, "torch.distributed.barrier",
         blocked_s=blocked_s, phase="save", stack="accelerator.py:9 save_state < train.py:8 main",
@@ -504,7 +510,7 @@ def test_a_call_of_the_programs_own_gets_more_time(blocked_s, fatal):
         "  rank 0: waiting in torch.distributed.barrier in save "
         "(accelerator.py:9 save_state < train.py:8 main)"
     ) in diagnosis.text
-    assert fatal or "Not ended; limit 120 s." in diagnosis.text
+    assert f"\n  {words}\n" in diagnosis.text
 
 
 def test_a_rank_that_has_not_come_yet_is_named_as_such():

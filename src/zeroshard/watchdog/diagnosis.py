@@ -368,12 +368,13 @@ class _Case:
         fatal = not any(map(_is_torch, ring)) or (
             min(w.blocked_s for w in ring) >= 0.9 * self.limits.stuck_s
         )
-        ended = "" if fatal else f" Not ended; limit {self.limits.stuck_s:.0f} s."
+        missing = rank_ranges(others)
         lines = [
             *(self._line(place, group) for place, group in places[:2]),
-            f"  Neither can continue: {rank_ranges(others)} did not make that call.",
-            "  Fix: make that call on every rank, not on one alone; every rank must send its part."
-            + ended,
+            f"  Neither can continue: {missing} did not make that call."
+            if fatal
+            else f"  Not ended: {missing} may still make that call; limit {self.limits.stuck_s:.0f} s.",
+            "  Fix: make that call on every rank, not on one alone; every rank must send its part.",
         ]
         return self._diagnosis("RankDivergence", fatal, named, lines)
 
