@@ -113,7 +113,8 @@ def launch(plan: Plan) -> Seen:
 
 def _environment(folder: Path, run_id: str) -> Mapping[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "ZEROSHARD_"))}
-    path = os.pathsep.join(filter(None, (str(PROGRAM.parent), os.environ.get("PYTHONPATH"))))
+    folders = (str(PROGRAM.parent), str(PROGRAM.parent.parent), os.environ.get("PYTHONPATH"))
+    path = os.pathsep.join(filter(None, folders))
     return clean | {
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.interpreter_lock import hold
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -124,7 +124,7 @@ _FAULTS: dict[str, Callable[[Plan], None]] = {
     "memory": _raise(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 1.00 MiB."),
     "frozen": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "paused": _stop_for_a_while,
-    "locked": lambda plan: ctypes.PyDLL(None).usleep(int(plan.lock_s * 1e6)),
+    "locked": lambda plan: hold(plan.lock_s),
     "hangs": _sleep_for_good,
 }
 

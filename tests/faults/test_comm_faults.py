@@ -189,8 +189,8 @@ def test_a_rank_that_holds_the_interpreter_lock_is_found_with_its_stack(transpor
     for name, text, _ in survivors(results, fault):
         assert name == "RankFrozen"
         check_form(text, name)
-        assert "runs but does not answer (in faulty_comm.py:" in text
-        assert " _hold)" in text
+        assert "runs but does not answer (in interpreter_lock.py:" in text
+        assert " hold)" in text
     assert results[1][0] == "RankFrozen"  # it learns it when it runs again
 
 

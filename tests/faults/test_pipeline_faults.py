@@ -5,7 +5,6 @@ A frozen or slow stage is named, with the message that the others wait for.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -13,6 +12,7 @@ import time
 import pytest
 import torch
 from support import pipeline_models as models
+from support.interpreter_lock import hold
 from torch import Tensor, nn
 
 from zeroshard import Engine
@@ -46,7 +46,7 @@ def train(loss_fn: object, transport: str) -> None:
             engine.train_batch(models.data(1, engine.dp_rank))
         except Exception:
             if engine.global_rank:  # it answers no question now: its reason must be known already
-                ctypes.PyDLL(None).usleep(800_000)
+                hold(0.8)
             with pytest.raises(ZeroShardError, match="ended in the middle"):
                 engine.train_batch(models.data(1, engine.dp_rank))
             raise

@@ -5,7 +5,6 @@ comm = FaultyComm(comm, Fault("kill", rank=1, name="layers.0"))
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from support.interpreter_lock import hold
 from zeroshard.comm.collectives import DONE, Comm, Handle
 from zeroshard.comm.recorder import Recorder
 
@@ -156,7 +156,7 @@ def _freeze(_: Fault) -> None:
 
 
 def _hold(fault: Fault) -> None:
-    ctypes.PyDLL(None).sleep(int(fault.seconds))
+    hold(fault.seconds)
 
 
 def _late(fault: Fault) -> None:

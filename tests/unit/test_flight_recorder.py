@@ -21,7 +21,7 @@ from zeroshard.comm.flight_recorder import (
     read_recording,
     word_of,
 )
-from zeroshard.comm.recorder import FrozenStack, Recorder, read_recording_file, sweep_recordings
+from zeroshard.comm.recorder import Recorder, read_recording_file, sweep_recordings
 from zeroshard.watchdog.diagnosis import (
     READ,
     TORCH,
@@ -32,6 +32,7 @@ from zeroshard.watchdog.diagnosis import (
     first_difference,
 )
 from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.watchdog.silent_stack import StackFile
 from zeroshard.watchdog.tracked_calls import StallClock
 
 CONTROL = "engine, control group"
@@ -657,7 +658,7 @@ def test_a_frozen_rank_is_judged_within_its_limit(size, first_s, stopped):
 
 def test_no_other_user_reads_a_recording(tmp_path):
     recorder = Recorder(recording=tmp_path / "zeroshard-a" / "0")
-    stack = FrozenStack(tmp_path / "zeroshard-a" / "process")
+    stack = StackFile(tmp_path / "zeroshard-a")
     files = [*(tmp_path / "zeroshard-a").iterdir()]
     assert len(files) == 2
     for path in (tmp_path / "zeroshard-a", *files):

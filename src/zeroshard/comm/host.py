@@ -60,6 +60,15 @@ def fate_of(process: Process, here: Process) -> tuple[str, str]:
     return "runs", ""
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for signal ``number``; False if that is not known."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (_PROC / str(pid) / "status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def times_run(process: Process, here: Process) -> int:
     """How often the main thread of a process has been put on a core or taken off; 0 if not known.
 

@@ -30,7 +30,6 @@ Invariants, and what breaks without them:
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import mmap
 import os
 import tempfile
@@ -61,7 +60,7 @@ from zeroshard.comm.flight_recorder import (
 from zeroshard.core.files import for_this_user
 from zeroshard.device.choice import ops_of
 from zeroshard.device.ops import DeviceOps, Event
-from zeroshard.run.recordings import STACKS, remove_if_ended
+from zeroshard.run.recordings import remove_if_ended
 
 _pack = SLOT.pack_into
 _monotonic = time.monotonic
@@ -514,37 +513,6 @@ class StepMarks:
 PRESENCE = "process"
 """Name of the file that exists as long as a process has a watchdog. Its recordings are in the same
 directory."""
-
-
-def stack_file_of(recording: Path) -> Path:
-    """The file for the stacks of the process that writes ``recording``."""
-    return recording.with_name(STACKS)
-
-
-class FrozenStack:
-    """Writes this process's stacks into a file beside its recordings if its interpreter stands still.
-
-    The writing thread does not need the interpreter. A process has only one such timer; the last object
-    that was armed has it.
-    """
-
-    def __init__(self, recording: Path) -> None:
-        self._path = stack_file_of(recording)
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._file = open(self._path, "w", opener=for_this_user)  # noqa: SIM115
-        self._owner = os.getpid()
-
-    def arm(self, after_s: float) -> None:
-        """Write the stacks in ``after_s`` seconds, unless armed again before."""
-        faulthandler.dump_traceback_later(after_s, file=self._file)
-
-    def close(self) -> None:
-        """Stop the timer and remove the file. Does nothing in a forked child: both are the parent's."""
-        if os.getpid() != self._owner:
-            return
-        faulthandler.cancel_dump_traceback_later()
-        self._file.close()
-        remove_recording(self._path)
 
 
 def recording_dir(run: str) -> Path:

@@ -28,6 +28,7 @@ from zeroshard.watchdog.rank_status import (
     stacks,
     status_from_answer,
     status_from_host,
+    with_stack,
     without_connection,
 )
 from zeroshard.watchdog.settings import WatchdogSettings
@@ -173,7 +174,9 @@ class Inquiry:
                     taken += 1
                 missing = [rank for rank in missing if rank not in found]
                 for rank, status in self._unanswered(missing, calls).items():
-                    if over or status.fate not in ("runs", "waits", "silent"):
+                    if over:
+                        found[rank] = with_stack(status, self._known(rank, calls), self.here)
+                    elif status.fate not in ("runs", "waits", "silent"):
                         found[rank] = status
             if len(found) == size or over:
                 return [found[rank] for rank in sorted(found)]

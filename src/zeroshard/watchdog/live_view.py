@@ -265,8 +265,4 @@ def _silent(peer: Peer, here: Process, left: str) -> RankView:
     status = replace(status, flight=newest_flight(kept.flights) if kept is not None else None)
     if left and status.fate != "stopped":
         status = replace(status, fate="left", detail=f"left: {left}")
-    stack = ""
-    if peer.is_on(here):
-        with contextlib.suppress(OSError):  # written when its interpreter stood still
-            stack = peer.stack_file.read_text(errors="replace")
-    return RankView(status, peer.process.pid, stack)
+    return RankView(status, peer.process.pid, peer.ask_for_stack(here))

@@ -65,8 +65,7 @@ class Messages:
     ``store``: a client that nothing else uses, with a key space that these ranks share. ``own``: this
     rank's process and recording. ``store_rank``: the rank whose process serves the store, if that is
     another rank. ``hung_up()``: whether the server of the store has closed its connection. ``peers``:
-    what is known of the ranks' processes. ``idle``: ranks that run nothing of ZeroShard. ``on_call()`` is
-    called before each operation, as a sign that this process runs.
+    what is known of the ranks' processes. ``idle``: ranks that run nothing of ZeroShard.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class Messages:
         self._hung_up = hung_up
         self.peers: dict[int, Peer] = {own.rank: own}
         self.idle: set[int] = set()
-        self.on_call: Callable[[], None] = _nothing
         self.rung = 0  # the counter ``bell``, when it was last read
         self._answered = ""  # the key of this rank's newest answer
         self._cards: dict[int, str] = {}  # as they were when ``_cards_count`` had been written
@@ -99,7 +97,6 @@ class Messages:
         Raises:
             StoreLost: the store did not answer within ``timeout_s``, or its server has gone.
         """
-        self.on_call()
         if not self.is_open:
             raise StoreLost("the process that served the store has left")
         return self._client.call(operation, timeout_s)
@@ -314,10 +311,6 @@ class Messages:
     def close(self) -> None:
         """End the thread."""
         self._client.close()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _multi_get(store: Store, keys: list[str]) -> list[bytes]:

@@ -26,10 +26,11 @@ from zeroshard.comm.recorder import (
     PRESENCE,
     read_recording_file,
     remove_recording,
-    stack_file_of,
 )
 from zeroshard.errors import CLOSED
+from zeroshard.run.recordings import STACKS
 from zeroshard.watchdog.diagnosis import TORCH, RankStatus, Wait
+from zeroshard.watchdog.silent_stack import ask, innermost
 
 _FRAMES = 8
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -90,6 +91,8 @@ _OF_ANYBODY = {
     "save_state": "save",
     "load_state": "load",
 }
+DOES_NOT_ANSWER = "does not answer"
+RUNS_BUT_DOES_NOT_ANSWER = f"its process runs but {DOES_NOT_ANSWER}"
 _CALLS_OF_TORCH = _TORCH + os.path.join("distributed", "distributed_c10d.py")
 _WAIT_OF_TORCH = (_TORCH + os.path.join("distributed", "_functional_collectives.py"), "wait_tensor")
 """Where the host waits for a collective of a DTensor."""
@@ -130,8 +133,12 @@ class Peer:
 
     @property
     def stack_file(self) -> Path:
-        """The file that its process writes its stacks to when its interpreter stands still."""
-        return stack_file_of(Path(self.recording))
+        """The file of its process for the stack that another one asks for."""
+        return Path(self.recording).with_name(STACKS)
+
+    def ask_for_stack(self, here: Process) -> str:
+        """See :func:`~.silent_stack.ask`."""
+        return ask(self.process, here, self.stack_file)
 
     def remove_files(self) -> None:
         """Remove its recording; with the file named :data:`PRESENCE`, remove the stack file too."""
@@ -244,21 +251,24 @@ def status_from_host(peer: Peer, here: Process, *, asked: bool = True) -> RankSt
     if fate == "waits" and not asked:  # seen once: it may run the next moment
         fate, detail = "runs", ""
     flight = read_recording_file(Path(peer.recording)) if fate != "unknown" else None
-    stack = _dumped_stack(peer.stack_file) if fate != "unknown" else ""
     if fate == "unknown" or (fate == "runs" and asked):
-        where = f" (in {stack})" if stack else ""
-        fate, detail = "silent", f"its process runs but does not answer{where}"
-        if flight is None:
-            detail = "does not answer"
+        fate, detail = "silent", DOES_NOT_ANSWER if flight is None else RUNS_BUT_DOES_NOT_ANSWER
     return RankStatus(
         rank=peer.rank,
         flight=flight,
         fate=fate,
         detail=detail,
         answered=False,
-        stack=stack,
         host=peer.process.host,
     )
+
+
+def with_stack(status: RankStatus, peer: Peer, here: Process) -> RankStatus:
+    """The status, with the stack of a process that runs but does not answer."""
+    if status.detail != RUNS_BUT_DOES_NOT_ANSWER:
+        return status
+    stack = innermost(peer.ask_for_stack(here))
+    return replace(status, stack=stack, detail=f"{status.detail} (in {stack})") if stack else status
 
 
 def without_connection(status: RankStatus) -> RankStatus:
@@ -359,16 +369,3 @@ def stacks(last: int | None = _FRAMES) -> str:
         name = names.get(ident, f"thread {ident} of torch")
         parts.append(f"{name}:\n{''.join(lines)}")
     return "\n".join(parts)
-
-
-def _dumped_stack(path: Path) -> str:
-    """The main thread's innermost frame in a file of the fault handler: ``file:line name``, or ""."""
-    with contextlib.suppress(OSError):
-        text = path.read_text(errors="replace")
-        main = text.rpartition("most recent call first")[2]
-        for line in main.splitlines():
-            words = line.strip().split('"')
-            if len(words) == 3 and words[0] == "File ":
-                number, _, name = words[2].removeprefix(", line ").partition(" in ")
-                return f"{Path(words[1]).name}:{number} {name}"
-    return ""

@@ -25,8 +25,7 @@ Which thread may do what:
   replaced by the diagnosis.
 * The store client's thread (:mod:`~.messages`) is the only one that touches the watchdog's store client.
   Both other threads use it through :class:`~.messages.Messages`, with a deadline.
-* A timer of the fault handler, which needs no interpreter lock, writes the stacks of this process if the
-  watchdog's thread does not put it off in time (:class:`~zeroshard.comm.recorder.FrozenStack`).
+* No thread writes the stack of an interpreter that stands still: a signal does ([Note: silent stacks]).
 
 Invariants, and what breaks without them:
 
@@ -51,7 +50,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -64,7 +62,7 @@ from typing import Any, Protocol
 
 from zeroshard.comm.agreement import Store
 from zeroshard.comm.host import this_process
-from zeroshard.comm.recorder import FrozenStack, Recorder
+from zeroshard.comm.recorder import Recorder
 from zeroshard.errors import CLOSED, ENDED, EXIT_DIAGNOSIS
 from zeroshard.run.blame import tell_launcher
 from zeroshard.watchdog.diagnosis import Diagnosis
@@ -81,6 +79,7 @@ from zeroshard.watchdog.rank_status import (
 )
 from zeroshard.watchdog.run_record import keep_recordings
 from zeroshard.watchdog.settings import WatchdogSettings, store_tick_s
+from zeroshard.watchdog.silent_stack import StackFile
 from zeroshard.watchdog.tracked_calls import CallsOfTorch, SetUps, TrackedCalls, newest_of
 
 #: How long the store may take to answer a rank that starts. All ranks start at once.
@@ -163,7 +162,7 @@ class Watchdog:
         self._set_ups_of: dict[tuple[int, ...], SetUps] = {}
         self._running: list[TrackedCalls] = []  # set-ups of some ranks
         self._left: dict[str, str] = {}
-        self._frozen: FrozenStack | None = None
+        self._stack: StackFile | None = None
         self._elected_at_s: float | None = None
         self._listen_due_s = 0.0
         self._has_rung = False  # and the number of the newest question has not been read since
@@ -238,12 +237,9 @@ class Watchdog:
 
     def follow(self, session_watch: WatchedSession) -> None:
         """Follow the sequences of ``session_watch`` too, from now on."""
-        if self._frozen is None and session_watch.settings.stacks:
-            self._frozen = FrozenStack(Path(self._own.recording))
-            weakref.finalize(self, self._frozen.close)
-        if self._frozen is not None:  # put off from now on by each use of the store
-            self.messages.on_call = functools.partial(self._frozen.arm, 10 * self._settings.tick_s)
-            self.messages.on_call()
+        if self._stack is None and session_watch.settings.stacks:
+            self._stack = StackFile(self.folder)
+            weakref.finalize(self, self._stack.close)
         self._sessions.add(session_watch)
 
     def tell_left(self, session_watch: WatchedSession, reason: str) -> None:
@@ -329,13 +325,12 @@ class Watchdog:
         _HELD.discard(self)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2.0)
-        self.messages.on_call = lambda: None
         with contextlib.suppress(StoreLost):
             state_word = "idle" if reason is None else "left"
             self.messages.post_card(state_word, reason or ENDED)
         self.messages.close()
-        if self._frozen is not None:
-            self._frozen.close()
+        if self._stack is not None:
+            self._stack.close()
         self._presence.close()
         self._clean_up_all(reason or "")
 
@@ -434,7 +429,6 @@ class Watchdog:
 
     def _listen(self, now_s: float) -> None:
         """Note whether another rank wants this one to look into the store, if it is time to ask."""
-        self.messages.on_call()  # more often than the store is used
         if now_s < self._listen_due_s:
             return
         heard = self.messages.listen(timeout_s=5 * self._settings.tick_s)
