@@ -234,6 +234,8 @@ def _forget_the_parent(keep: Sequence[int]) -> None:
         if callable(signal.getsignal(number)) and number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as a new interpreter; subprocess resets them
+        signal.signal(number, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)
     _forget_exit_handlers()
     logging.root.handlers.clear()
