@@ -374,21 +374,7 @@ def let_threads_be_ranks(put: Callable[[Any, str, Any], None] = setattr) -> None
     put(session, "default_store", lambda: _HERE.player.store)
     put(tracked_calls, "call_of_torch", lambda _thread: None)  # sees the frames of all ranks here
     put(inquiry, "stacks", lambda: STACKS)
-    put(watchdog, "FrozenStack", NoFrozenStack)
     put(watchdog, "_IDLE_TICK_S", 1.0)  # looks that ask nobody would keep this machine busy
-
-
-class NoFrozenStack:
-    """No timer: a process has only one."""
-
-    def __init__(self, recording: Path) -> None:
-        del recording
-
-    def arm(self, after_s: float) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 # ---------------------------------------------------------------------- the measurement

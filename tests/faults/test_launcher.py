@@ -172,7 +172,7 @@ def test_ranks_that_a_user_starts_one_after_the_other_are_waited_for(folder, env
 def test_a_rank_that_is_stopped_before_it_joins_is_named_and_may_go_on(launch):
     stop = (
         "if rank:\n    import subprocess\n"
-        "    subprocess.Popen(['sh', '-c', f'sleep 9; kill -CONT {os.getpid()}'])\n"
+        "    subprocess.Popen(['sh', '-c', f'sleep 15; kill -CONT {os.getpid()}'])\n"
         "    os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     done = launch("--nproc", "2", body=RANK + stop + JOIN)

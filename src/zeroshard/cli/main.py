@@ -19,6 +19,7 @@ from zeroshard.cli.ckpt import ckpt
 from zeroshard.cli.compat import compat_command
 from zeroshard.cli.doctor import doctor_command
 from zeroshard.cli.explain import explain_command
+from zeroshard.cli.init import init_command
 from zeroshard.cli.launch import CONTEXT, launch_command
 from zeroshard.cli.plan import plan_command
 from zeroshard.cli.report import report_command
@@ -33,6 +34,7 @@ main = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="ZeRO training for PyTorch.",
 )
+main.command("init")(init_command)
 main.command("launch", context_settings=CONTEXT)(launch_command)
 main.command("compat")(compat_command)
 main.command("doctor")(doctor_command)
