@@ -42,6 +42,11 @@ class SetUpRanks:
         return f"{self.call} {self.number}"
 
     @property
+    def recording(self) -> Path | None:
+        """The file for this rank's recording of the collectives over all ranks; None: nobody watches."""
+        return None if self.watchdog is None else self.watchdog.folder / str(self.number)
+
+    @property
     def check(self) -> Callable[..., None]:
         """A function that raises the fatal diagnosis, if there is one."""
         return self.watchdog.check if self.watchdog is not None else lambda _missing=(): None

@@ -333,13 +333,12 @@ def open_session(
     crew = SetUpRanks(ranks, dist.get_rank(group), number, call, settings, watchdog)
     sweep_recordings()
     # Before the agreement: a rank that has agreed finds the recordings of all ranks of its host.
-    recording = watchdog.folder / str(number) if watchdog is not None else None
     recorder = Recorder(
-        recording=recording, ring=settings.ring, rank=ranks[crew.me], group_size=len(ranks)
+        recording=crew.recording, ring=settings.ring, rank=ranks[crew.me], group_size=len(ranks)
     )
     with watchdog.set_up(number + 1, call, settings) if watchdog else contextlib.nullcontext():
         try:
-            peers = _agree(crew, recording, namespace, plan, device_use(group, device))
+            peers = _agree(crew, namespace, plan, device_use(group, device))
             return _open(crew, peers, recorder, group, transport, device, purposes, mesh, kinds)
         except BaseException:
             recorder.close()
@@ -385,11 +384,7 @@ def set_up_together(
 
 
 def _agree(
-    crew: SetUpRanks,
-    recording: Path | None,
-    namespace: Store,
-    plan: Mapping[str, str],
-    own_device: DeviceUse,
+    crew: SetUpRanks, namespace: Store, plan: Mapping[str, str], own_device: DeviceUse
 ) -> Peers:
     """The process and recording of every rank, by global rank, after all have agreed on ``plan``.
 
@@ -397,7 +392,7 @@ def _agree(
     for each would be gigabytes for a few thousand ranks.
     """
     here, size = this_process(), len(crew.ranks)
-    card = json.dumps([here.to_json(), str(recording or ""), own_device])
+    card = json.dumps([here.to_json(), str(crew.recording or ""), own_device])
 
     def sum_up(cards: list[str]) -> str:
         summary, near = _summary(crew.ranks, cards)
