@@ -238,8 +238,18 @@ class OptimizerShard:
         """Whether master and state of the chunk are always in memory."""
         return chunk.page is None and not self.unit.store.tier.only_in_use
 
-    def grad_on_host(self) -> HostGradStore:
-        """The store for the reduced gradient if :attr:`is_updated_asynchronously`."""
+    def attach(self, *, stores_on_host: bool) -> None:
+        """Guard what the optimizer's groups list, and let the buffer measure its reduced gradient here.
+
+        ``stores_on_host``: and copy it to host memory, if :attr:`is_updated_asynchronously`.
+        """
+        for chunk in self.chunks:
+            chunk.guard(is_in_memory=self.is_in_memory(chunk))
+        self.buffer.measure = self.measure
+        if stores_on_host and self.is_updated_asynchronously:
+            self.buffer.store = self._grad_on_host()
+
+    def _grad_on_host(self) -> HostGradStore:
         parts = [
             (slice(chunk.begin, chunk.begin + chunk.numel), chunk.host_chunk)
             for chunk in self.chunks
