@@ -281,38 +281,19 @@ class ShardedParameter(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = ShardedParameter  # ``cls`` may be StateEntry
         with torch._C.DisableTorchFunctionSubclass():
             # ``type()`` without argument gives the name of the tensor type; with one it is a cast.
             if func in METADATA or (func is _T.type and len(args) == 1 and not kwargs):
                 return func(*args, **kwargs)
-            used = list(_tensors_in((args, kwargs), Tensor))
-            for param in in_order(param for param in used if isinstance(param, kind)):
-                if (owner := owner_of(param)) is not None:
-                    owner.ensure_writable(param, used)
-            away = in_order(_tensors_in((args, kwargs), kind))
+            _make_writable(_tensors_in((args, kwargs), Tensor))
+            away = in_order(_tensors_in((args, kwargs), ShardedParameter))
             if not away:
                 return func(*args, **kwargs)
             if args and (answer := _without_values(func, *args, **kwargs)) is not None:
                 return answer
             if func == _DATA_SET and _is_no_edit(*args):
                 return None
-            if func is _T.detach and args[0] in _listed:
-                return StateEntry.of(args[0])
-            if args and isinstance(args[0], StateEntry):
-                if func in _ADDRESSES:  # allowed: a tensor on the device meta has no memory
-                    return func(*args, **kwargs)
-                if func is _T.view or (func is _T.__getitem__ and isinstance(args[1], int)):
-                    rest = args[1:]
-                    return StateEntry.of(args[0], lambda whole: func(whole, *rest))
-            if func in _ADDRESSES and isinstance(args[0], kind):
-                raise ShardedAccess(
-                    f"{_described(args[0])} has no memory for its values, so it has no address "
-                    f"({func.__name__}). {_WAYS_OUT}"
-                )
-            for targets, how in _written(func, args, kwargs):
-                for param in _tensors_in(targets, kind):
-                    raise _lost_write(param, how)
+            _refuse_memory(func, args, kwargs)
             asks = func in _AUTOGRAD
             stand_in = get_gradient_edge if asks else _full_value
             stand_ins: dict[int, Any] = {id(param): stand_in(param) for param in away}
@@ -342,10 +323,7 @@ class ShardedParameter(nn.Parameter):
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """As any write: raise unless it can be made full. ``Tensor.set_`` does not consult the class."""
-        used = [self, *_tensors_in((args, kwargs), Tensor)]
-        for param in in_order(param for param in used if isinstance(param, ShardedParameter)):
-            if (owner := owner_of(param)) is not None:
-                owner.ensure_writable(param, used)
+        _make_writable([self, *_tensors_in((args, kwargs), Tensor)])
         if type(self) is nn.Parameter:
             return self.set_(*args, **kwargs)
         raise _lost_write(self, "given other memory (set_)")
@@ -624,6 +602,26 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
 
 
+def _make_writable(used: Iterable[Tensor]) -> None:
+    """Make the parameters among the tensors of an operation full, if they may be written now."""
+    used = list(used)
+    for param in in_order(param for param in used if isinstance(param, ShardedParameter)):
+        if (owner := owner_of(param)) is not None:
+            owner.ensure_writable(param, used)
+
+
+def _refuse_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a call that writes a sharded parameter or asks for its address."""
+    if func in _ADDRESSES and isinstance(args[0], ShardedParameter):
+        raise ShardedAccess(
+            f"{_described(args[0])} has no memory for its values, so it has no address "
+            f"({func.__name__}). {_WAYS_OUT}"
+        )
+    for targets, how in _written(func, args, kwargs):
+        for param in _tensors_in(targets, ShardedParameter):
+            raise _lost_write(param, how)
+
+
 def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
     """The answer to a call that needs only shape, dtype and device of the parameter, else None."""
     if not isinstance(param, ShardedParameter):
@@ -637,6 +635,17 @@ def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
         nothing = torch.empty(0, dtype=param.dtype, device=param.device)
         if not any(True for _ in _tensors_in((args, kwargs), ShardedParameter)):
             return param if func(nothing, *args, **kwargs) is nothing else None
+    if func is _T.detach and param in _listed:
+        return StateEntry.of(param)
+    return _of_entry(func, param, *args, **kwargs) if isinstance(param, StateEntry) else None
+
+
+def _of_entry(func: Any, entry: StateEntry, *args: Any, **kwargs: Any) -> Any:
+    """The address of an entry, or an entry for a view of it; None for any other call."""
+    if func in _ADDRESSES:  # allowed: a tensor on the device meta has no memory
+        return func(entry, *args, **kwargs)
+    if func is _T.view or (func is _T.__getitem__ and isinstance(args[0], int)):
+        return StateEntry.of(entry, lambda whole: func(whole, *args))
     return None
 
 
