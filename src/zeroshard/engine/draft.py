@@ -23,7 +23,8 @@ from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import memory_nbytes, own_device
 from zeroshard.engine.preemption import check_can_save_in
 from zeroshard.engine.restarts import batch_of_run
-from zeroshard.engine.unit_plan import UnitSpec, cut_block, plan_units, probed
+from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
+from zeroshard.engine.wrapping import cut_block
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.metrics.monitors import Monitors, build_monitors
 from zeroshard.metrics.sinks import check_packages
