@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,11 +119,6 @@ class ShardedOptimizer:
             )
             for buffer, places in zip(buffers, spans, strict=True)
         ]
-        self._dtype_of = {
-            position: shard.unit.row.master
-            for shard in self.shards
-            for position in shard.unit.positions
-        }
         self._frozen = _not_trained(inner, self.shards)
         groups = self.members(fragment for shard in self.shards for fragment in shard.fragments)
         rebind(inner, groups)
@@ -137,14 +133,26 @@ class ShardedOptimizer:
         if pager is not None:
             self._guards.append(inner.register_state_dict_pre_hook(_refuse_state_dict))
             ledger.hold("scratch", "buffers of the pager", pager.slots_nbytes, Tier.HOST)
-        # Chunks in host memory are skipped on the host, by their updaters.
-        self.skips_on_device = bool(getattr(inner, "_step_supports_amp_scaling", False)) or all(
-            chunk.host_chunk is not None for shard in self.shards for chunk in shard.chunks
-        )
         self._turns = Turns(
             self.object, self.shards, ledger=ledger, worker=worker, compiles=compiles
         )
         self.report()
+
+    @cached_property
+    def skips_on_device(self) -> bool:
+        """Whether a step can be skipped without a wait. Chunks on the host skip it there."""
+        return bool(getattr(self.inner, "_step_supports_amp_scaling", False)) or all(
+            chunk.host_chunk is not None for shard in self.shards for chunk in shard.chunks
+        )
+
+    @cached_property
+    def _dtype_of(self) -> dict[int, torch.dtype]:
+        """The dtype of each parameter's master, by position."""
+        return {
+            position: shard.unit.row.master
+            for shard in self.shards
+            for position in shard.unit.positions
+        }
 
     def members(self, fragments: Iterable[OwnedFragment]) -> list[list[Tensor]]:
         """What the optimizer sees of the fragments, by param group, in the order of the program."""

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zeroshard.core.layout import Fragment
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import TIERS, Span, Tier
 from zeroshard.memory import storage
@@ -417,13 +418,7 @@ def _seat(here: dict[str, Any], fragment: OwnedFragment, state_C: Mapping[str, T
     A queue gives a tensor another index in each step. It stays where it is, and the newest one gets the
     place of the one that has left.
     """
-    shaped = {
-        name: value
-        for name, value in flat(here).items()
-        if isinstance(value, Tensor)
-        and value.shape == fragment.shape
-        and (fragment.numel > 1 or name in state_C)  # of one element, a count has this shape too
-    }
+    shaped = _shaped(here, fragment, state_C)
     inside = {flat_C.untyped_storage()._cdata for flat_C in state_C.values()}
     moving = {n: v for n, v in shaped.items() if v.untyped_storage()._cdata not in inside}
     if not moving:
@@ -433,20 +428,38 @@ def _seat(here: dict[str, Any], fragment: OwnedFragment, state_C: Mapping[str, T
         for name, flat_C in state_C.items()
         if not any(_is_in(value, flat_C) for value in shaped.values())
     }
-    seated = {
-        name: fragment.of(free.pop(name)).copy_(moving[name]) for name in [*moving] if name in free
+    places = _places(moving, free)
+    for name in [name for name in moving if name not in places]:
+        warnings.warn(
+            f"the optimizer's state {name!r} was not there in the first steps of the probe, so no "
+            "place on disk was planned for it. It stays in memory.",
+            stacklevel=2,
+        )
+    seated = {name: fragment.of(place).copy_(moving[name]) for name, place in places.items()}
+    replace(here, seated.get)
+
+
+def _shaped(
+    here: dict[str, Any], fragment: OwnedFragment, state_C: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The state that has the fragment's shape. Of one element, a count has this shape too."""
+    return {
+        name: value
+        for name, value in flat(here).items()
+        if isinstance(value, Tensor)
+        and value.shape == fragment.shape
+        and (fragment.numel > 1 or name in state_C)
     }
-    for name in [name for name in moving if name not in seated]:
+
+
+def _places(moving: Mapping[str, Tensor], free: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Where tensors of state go: the free place of their name, or else one of their dtype, if any."""
+    places = {name: free.pop(name) for name in moving if name in free}
+    for name in [name for name in moving if name not in places]:
         other = next((n for n, flat_C in free.items() if flat_C.dtype == moving[name].dtype), None)
         if other is not None:
-            seated[name] = fragment.of(free.pop(other)).copy_(moving[name])
-        else:
-            warnings.warn(
-                f"the optimizer's state {name!r} was not there in the first steps of the probe, so no "
-                "place on disk was planned for it. It stays in memory.",
-                stacklevel=2,
-            )
-    replace(here, seated.get)
+            places[name] = free.pop(other)
+    return places
 
 
 def _is_in(value: Tensor, flat_C: Tensor) -> bool:
@@ -534,38 +547,40 @@ def _make_chunk(
     if has_master:
         dtypes = {"": unit.row.master, **dtypes}
     memory = chunk_memory(span.tier, param_C.numel(), dtypes)
-    page, master_C, state_C = None, near_C, {}
-    if memory is not None:
-        page, state_C = memory.page, dict(memory.views)
-        master_C = state_C.pop("", near_C)
-        if has_master:
-            _fill_master(shard, page, master_C, near_C)
+    page, state_C = (None, {}) if memory is None else (memory.page, dict(memory.views))
+    master_C = state_C.pop("", near_C)
+    if has_master and memory is not None:
+        _fill_master(shard, page, master_C, near_C)
     elif has_master:
-        master_C = _copy_of(near_C, unit.row.master, host if host_chunk is not None else None)
-    fragments = []
-    for piece in pieces:
-        index = index_of[piece.fqn]
-        param, slot = unit.params[index], layout.slots[index]
-        value = master_C[piece.at : piece.at + piece.numel]
-        if piece.numel == slot.numel:
-            value = value.view(slot.shape)
-        fragments.append(
-            OwnedFragment(
-                param,
-                index,
-                group_of[id(param)],
-                piece.begin,
-                piece.at,
-                piece.numel,
-                value.detach(),
-                value.detach(),
-                value.shape,
-            )
-        )
+        master_C = _copy_of(near_C, unit.row.master, None if host_chunk is None else host)
+    fragments = tuple(
+        _fragment(unit, index_of[piece.fqn], piece, group_of, master_C) for piece in pieces
+    )
     return OptimizerChunk(
-        span.begin, param_C.numel(), span.tier, param_C, master_C, tuple(fragments),
+        span.begin, param_C.numel(), span.tier, param_C, master_C, fragments,
         page, state_C, host_chunk,
     )  # fmt: skip
+
+
+def _fragment(
+    unit: Unit, index: int, piece: Fragment, group_of: Mapping[int, int], master_C: Tensor
+) -> OwnedFragment:
+    """A piece of a slot as the optimizer sees it: in the parameter's shape if it is all of it."""
+    param, slot = unit.params[index], unit.layout.slots[index]
+    value = master_C[piece.at : piece.at + piece.numel]
+    if piece.numel == slot.numel:
+        value = value.view(slot.shape)
+    return OwnedFragment(
+        param,
+        index,
+        group_of[id(param)],
+        piece.begin,
+        piece.at,
+        piece.numel,
+        value.detach(),
+        value.detach(),
+        value.shape,
+    )
 
 
 def _fill_master(

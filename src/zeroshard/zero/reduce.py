@@ -263,7 +263,7 @@ class GradReducer:
             self._hide()
 
     def _take_over(self, found: Sequence[tuple[GradBuffer, list[GradEdit]]], shown: int) -> bool:
-        """Change the gradients like their stand-ins, ``shown`` in all. Returns whether all are dropped."""
+        """Do what was done to the ``shown`` stand-ins. Returns whether it drops all gradients."""
         for buffer, changes in found:
             done = [f"{op} {index}" for index, op, _ in changes]
             buffer.comm.recorder.note("gradients", buffer.unit.name, *done)
