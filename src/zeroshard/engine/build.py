@@ -70,7 +70,7 @@ from zeroshard.offload.offload_plan import (
     shaped_state,
 )
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
-from zeroshard.optim.factory import rebind
+from zeroshard.optim.twin import rebind
 from zeroshard.parallel.initial_values import ValuesByName, is_meta
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of, tell_if_slow

@@ -28,7 +28,8 @@ from zeroshard.engine.wrapping import cut_block
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.metrics.monitors import Monitors, build_monitors
 from zeroshard.metrics.sinks import check_packages
-from zeroshard.optim.factory import Probe, build_optimizer
+from zeroshard.optim.factory import build_optimizer
+from zeroshard.optim.probe import Probe
 from zeroshard.optim.schedulers import build_scheduler
 from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.parallel.split import PipelineModel

@@ -27,7 +27,7 @@ from zeroshard.core.tiers import Tier
 from zeroshard.engine.wrapping import WrapPlan, largest_block_numel, plan_wrapping
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.offload.offload_plan import OffloadPlan, grad_itemsizes
-from zeroshard.optim.factory import Probe, probe
+from zeroshard.optim.probe import Probe, probe
 from zeroshard.parallel.split import STAGE, PipelineModel
 from zeroshard.precision.policy import DtypeRow, Policy
 from zeroshard.zero.materialize import check_meta

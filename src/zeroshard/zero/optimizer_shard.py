@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ from zeroshard.optim import native_adam
 from zeroshard.optim.fragment_norms import norms_of
 from zeroshard.optim.fused_update import PIECE_NUMEL, sync_master_from_param
 from zeroshard.optim.state_tree import flat, replace
+from zeroshard.precision.policy import DtypeRow
 from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.held_grads import HeldGrad, assigned
 from zeroshard.zero.master_piece import MasterPiece, PagedPiece
@@ -537,21 +538,17 @@ def _make_chunk(
     index_of = {slot.fqn: i for i, slot in enumerate(layout.slots)}
     pieces = list(layout.fragments_between(shard_begin + span.begin, shard_begin + span.end))
     groups = {group_of[id(unit.params[index_of[piece.fqn]])] for piece in pieces}
-    has_master = unit.row.master != unit.row.param
     host_chunk = None
     if host is not None and span.tier is not Tier.DEVICE:
         on_host = unit.store.tier is not Tier.DEVICE
         host_chunk = host.make_chunk(param_C, on_host=on_host, shares=span.tier.only_in_use)
     near_C = param_C if host_chunk is None else host_chunk.host_param_C
-    dtypes = {name: dtype for group in groups for name, dtype in state_dtypes(group).items()}
-    if has_master:
-        dtypes = {"": unit.row.master, **dtypes}
-    memory = chunk_memory(span.tier, param_C.numel(), dtypes)
+    memory = chunk_memory(span.tier, param_C.numel(), _dtypes(unit.row, groups, state_dtypes))
     page, state_C = (None, {}) if memory is None else (memory.page, dict(memory.views))
     master_C = state_C.pop("", near_C)
-    if has_master and memory is not None:
+    if unit.row.has_master and memory is not None:
         _fill_master(shard, page, master_C, near_C)
-    elif has_master:
+    elif unit.row.has_master:
         master_C = _copy_of(near_C, unit.row.master, None if host_chunk is None else host)
     fragments = tuple(
         _fragment(unit, index_of[piece.fqn], piece, group_of, master_C) for piece in pieces
@@ -560,6 +557,14 @@ def _make_chunk(
         span.begin, param_C.numel(), span.tier, param_C, master_C, fragments,
         page, state_C, host_chunk,
     )  # fmt: skip
+
+
+def _dtypes(
+    row: DtypeRow, groups: Iterable[int], state_dtypes: StateDtypes
+) -> dict[str, torch.dtype]:
+    """The flat tensors of a chunk: dtype by name. The master has name ""."""
+    master = {"": row.master} if row.has_master else {}
+    return master | {name: kept for group in groups for name, kept in state_dtypes(group).items()}
 
 
 def _fragment(
