@@ -202,7 +202,7 @@ MUTATIONS = [
     ),
     Mutation(
         "stage-1-reduces-every-micro-batch",  # stage 1 only
-        "engine/build.py",
+        "engine/build_runtime.py",
         'eager=stage.shards_grads and frame.traffic.reduce == "micro_batch"',
         'eager=stage.shards_optimizer and frame.traffic.reduce == "micro_batch"',
         "tests/accounting/test_traffic.py::test_accumulation_is_free_below_stage_2_and_reduces_every_micro_batch_above",
