@@ -462,17 +462,9 @@ class OwnForwardModel(PipelineModel):
         return {name: stages for name, stages in self._users.items() if len(stages) > 1}
 
     def _leave(self, own: Sequence[int], tied: Collection[str]) -> dict[int, nn.Module]:
-        blocks = self._model.get_submodule(self._parent)
         users = {id(param): self._users[name] for name, param in self.named_parameters()}
         if len(self.stages) > 1:
-            entries = dict(blocks.named_children())
-            self._tables = {stage: self._table(entries, stage) for stage in own}
-            here = [slice(*self._bounds[stage : stage + 2]) for stage in own]
-            kept = {leaf for part in here for leaf in list(entries)[part]}
-            for leaf, block in entries.items():
-                if leaf not in kept:
-                    blocks._modules[leaf] = shell = _Shell(block)
-                    add_tied_children(shell, block, f"{self._parent}.{leaf}", tied)
+            self._leave_blocks(own, tied)
             held = {key for key, stages in users.items() if not set(stages).isdisjoint(own)}
             self._leave_out(self._model, "", held)
         for name, param in self.named_parameters():
@@ -480,6 +472,18 @@ class OwnForwardModel(PipelineModel):
             self._stage_of[name] = next(stage for stage in stages if stage in own)
         self.__dict__["_trace"] = None
         return {stage: OwnForwardStage(self, stage) for stage in own}
+
+    def _leave_blocks(self, own: Sequence[int], tied: Collection[str]) -> None:
+        """Replace the blocks of other stages by shells."""
+        blocks = self._model.get_submodule(self._parent)
+        entries = dict(blocks.named_children())
+        self._tables = {stage: self._table(entries, stage) for stage in own}
+        here = [slice(*self._bounds[stage : stage + 2]) for stage in own]
+        kept = {leaf for part in here for leaf in list(entries)[part]}
+        for leaf, block in entries.items():
+            if leaf not in kept:
+                blocks._modules[leaf] = shell = _Shell(block)
+                add_tied_children(shell, block, f"{self._parent}.{leaf}", tied)
 
     def _table(self, entries: Mapping[str, nn.Module], stage: int) -> dict[str, nn.Module]:
         """The modules at the places of all blocks while a stage runs."""
@@ -577,14 +581,19 @@ def _users(model: nn.Module, trace: _Trace, bounds: Sequence[int]) -> dict[str, 
         for block in list(model.get_submodule(trace.parent).children())[low:high]:
             for param in block.parameters():
                 users[id(param)] = users[id(param)] or {stage}
-    for module in model.modules():  # a module with parameters and children is never cut in two
+    _keep_whole(model, users)
+    return {
+        name: tuple(sorted(users[id(param)])) or (0,) for name, param in model.named_parameters()
+    }
+
+
+def _keep_whole(model: nn.Module, users: Mapping[int, set[int]]) -> None:
+    """Give the own parameters of a module with children the stages of all: it is never cut in two."""
+    for module in model.modules():
         below = set().union(*(users[id(param)] for param in module.parameters()))
         if next(module.children(), None) is not None:
             for param in module.parameters(recurse=False):
                 users[id(param)] |= below
-    return {
-        name: tuple(sorted(users[id(param)])) or (0,) for name, param in model.named_parameters()
-    }
 
 
 def cut_own_forward(
