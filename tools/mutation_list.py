@@ -104,7 +104,7 @@ MUTATIONS = [
     ),
     Mutation(
         "norm-of-stage-0-counts-every-rank",  # stage 0 only
-        "zero/optimizer_shard.py",
+        "zero/make_shard.py",
         "param_R, begin, end, own = unit.full_N, 0, layout.full_numel, (low, high)",
         "param_R, begin, end, own = unit.full_N, 0, layout.full_numel, (0, layout.full_numel)",
         "tests/parity/test_several_ranks.py::test_two_ranks_equal_one_process -k bare_parameters",

@@ -82,8 +82,6 @@ def _traced_plan(model: nn.Module, size: int) -> dict[str, str]:
     if not linears:
         raise _NoPlanError("it has no repeated blocks with linear layers")
     calls = tracer.order_of(linears)
-    if missed := [name for name in linears if name not in calls]:
-        raise _NoPlanError(f"the trial run did not reach {missed[0]!r}")
     choices: dict[str, tuple[str, ...]] = {generic(name): ("head_bias",) for name in tables}
     for block in inside:
         choices |= _choices([name for name in calls if name.startswith(block)], linears)
@@ -282,7 +280,7 @@ class _Tracer:
         return tensors
 
     def order_of(self, linears: Mapping[str, nn.Module]) -> list[str]:
-        """The names of the layers in the order of their first calls."""
+        """The names of the layers in the order of their first calls. Each must have one."""
         seen: dict[str, None] = {}
 
         def note(name: str, y: Tensor) -> Tensor:
@@ -291,6 +289,8 @@ class _Tracer:
 
         with _results(linears, note):
             self._run({})
+        if missed := [name for name in linears if name not in seen]:
+            raise _NoPlanError(f"the trial run did not reach {missed[0]!r}")
         return list(seen)
 
     def sums_up(self, guess: _Guess) -> bool:

@@ -47,15 +47,9 @@ from zeroshard.zero import sharded_parameter
 from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.held_grads import HeldGrads
 from zeroshard.zero.life import Life
+from zeroshard.zero.make_shard import GiveMemory, StateDtypes, make_optimizer_shard
 from zeroshard.zero.optimizer_object import OptimizerObject
-from zeroshard.zero.optimizer_shard import (
-    GiveMemory,
-    OptimizerChunk,
-    OptimizerShard,
-    OwnedFragment,
-    StateDtypes,
-    make_optimizer_shard,
-)
+from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment
 from zeroshard.zero.optimizer_state import FragmentState
 from zeroshard.zero.turns import Turns
 from zeroshard.zero.unit import Unit, UnitState
