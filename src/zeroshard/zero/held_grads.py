@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from zeroshard.errors import UsageError
-from zeroshard.zero.sharded_parameter import CASTS, LAYOUT, LIKE, METADATA
+from zeroshard.zero.function_kinds import CASTS, DATA_SET, LAYOUT, LIKE, METADATA
 
 
 class Holder(Protocol):
@@ -60,7 +60,6 @@ DROP = "drop"
 _T = torch.Tensor
 _SPARSE: frozenset[Any] = frozenset([_T.is_sparse.__get__])  # type: ignore[attr-defined]
 _LAYOUT_GET = _T.layout.__get__  # type: ignore[attr-defined]
-_DATA_SET = _T.data.__set__  # type: ignore[attr-defined]
 _SAME: frozenset[Any] = frozenset(
     [_T.detach, _T.detach_, _T.contiguous, _T.data.__get__]  # type: ignore[attr-defined]
 )
@@ -116,7 +115,7 @@ class HeldGrad(Tensor):
         first = args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
             answer = _NO_ANSWER
-            if func == _DATA_SET and args[0] is args[1]:  # ``p.grad.data *= 2``
+            if func == DATA_SET and args[0] is args[1]:  # ``p.grad.data *= 2``
                 return None
             if isinstance(first, HeldGrad) and len(grads) == 1:
                 answer = _without_values(func, first, args[1:], kwargs)
