@@ -1,4 +1,7 @@
-"""The engine's calls that save and load checkpoints."""
+"""The engine's calls that save and load checkpoints.
+
+The first argument of a public function is ``self``: libraries inspect the signatures of methods.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from zeroshard.errors import UnsupportedError
 
 
 def save_checkpoint(
-    engine: Any,
+    self: Any,
     save_dir: str | PathLike[str],
     tag: object = None,
     client_state: Mapping[str, Any] | None = None,
@@ -31,31 +34,31 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank: it cannot be written. Earlier checkpoints are unchanged.
     """
-    if not engine.life.is_open:
-        engine.life.check("engine.save_checkpoint()")
+    if not self.life.is_open:
+        self.life.check("engine.save_checkpoint()")
     check_directory(save_dir, "engine.save_checkpoint()")
-    with engine._watch.recorder.in_section("save"):
-        engine._wait_for_save()
-        agreed = engine._saver.save(
+    with self._watch.recorder.in_section("save"):
+        self._wait_for_save()
+        agreed = self._saver.save(
             save_dir,
             tag,
             client_state or {},
-            training_state(engine),
+            training_state(self),
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
         )
-    engine._non_finite.checkpoint = (fspath(save_dir), agreed)
+    self._non_finite.checkpoint = (fspath(save_dir), agreed)
     return True
 
 
-def wait_for_checkpoint(engine: Any) -> None:
+def wait_for_checkpoint(self: Any) -> None:
     """Wait until the last save is complete. Raises its error, if it failed."""
-    with engine._watch.recorder.in_section("save"):
-        engine._wait_for_save()
+    with self._watch.recorder.in_section("save"):
+        self._wait_for_save()
 
 
 def load_checkpoint(
-    engine: Any,
+    self: Any,
     load_dir: str | PathLike[str],
     tag: object = None,
     load_module_strict: bool = True,
@@ -83,7 +86,7 @@ def load_checkpoint(
         CheckpointError: on every rank. If the checkpoint is of another model or optimizer, nothing
             has been changed.
     """
-    engine.life.check("engine.load_checkpoint()", may_load=True)
+    self.life.check("engine.load_checkpoint()", may_load=True)
     check_directory(load_dir, "engine.load_checkpoint()")
     if custom_load_fn is not None:
         raise UnsupportedError(
@@ -91,15 +94,15 @@ def load_checkpoint(
             "no rank has a full state dict. Load without custom_load_fn, then edit parameters "
             "under zero.GatheredParameters."
         )
-    with engine._watch.recorder.in_section("load"):
-        engine._wait_for_save()
-        engine._drop_gradients()
-        engine._resolve_last_step()
-        engine._non_finite.skipped = None  # the state that the step left is replaced
-        loaded = engine._savers[1].load(
+    with self._watch.recorder.in_section("load"):
+        self._wait_for_save()
+        self._drop_gradients()
+        self._resolve_last_step()
+        self._non_finite.skipped = None  # the state that the step left is replaced
+        loaded = self._savers[1].load(
             load_dir,
             tag,
-            training_state(engine, resumes_data=resumes_data),
+            training_state(self, resumes_data=resumes_data),
             strict=load_module_strict,
             optimizer_states=load_optimizer_states,
             scheduler_states=load_lr_scheduler_states,
@@ -109,37 +112,35 @@ def load_checkpoint(
     if loaded is None:
         return None, {}
     if loaded.counters is not None:
-        _set_counters(engine, loaded.counters)
+        _set_counters(self, loaded.counters)
         if load_module_strict and load_optimizer_states:  # else it is of another run
-            engine._non_finite.checkpoint = (fspath(loaded.path.parent), loaded.path.name)
+            self._non_finite.checkpoint = (fspath(loaded.path.parent), loaded.path.name)
     return str(loaded.path), loaded.client_state
 
 
-def training_state(engine: Any, *, resumes_data: bool = True) -> TrainingState:
+def training_state(self: Any, *, resumes_data: bool = True) -> TrainingState:
     """What a checkpoint contains besides units. Gets the outcome of the last step first."""
-    engine._judge_last_step()
-    engine._update.all_gather_late()
-    if engine.runtime.optimizer is not None:
-        engine.runtime.optimizer.wait_for_worker()  # it counts steps in the state that is read here
-    accumulation = engine.accumulation
+    self._judge_last_step()
+    self._update.all_gather_late()
+    if self.runtime.optimizer is not None:
+        self.runtime.optimizer.wait_for_worker()  # it counts steps in the state that is read here
+    accumulation = self.accumulation
     return TrainingState(
-        Counters(
-            engine.global_steps, engine.micro_steps, engine.global_samples, engine._skipped.count
-        ),
-        engine.module,
-        engine.basic_optimizer,
-        engine._groups,
-        engine.scaler,
-        engine.lr_scheduler,
-        engine.training_dataloader if resumes_data else None,
+        Counters(self.global_steps, self.micro_steps, self.global_samples, self._skipped.count),
+        self.module,
+        self.basic_optimizer,
+        self._groups,
+        self.scaler,
+        self.lr_scheduler,
+        self.training_dataloader if resumes_data else None,
         accumulation_steps=accumulation.steps,
         lost_backwards=accumulation.backwards if accumulation.divided else None,
     )
 
 
-def _set_counters(engine: Any, counters: Counters) -> None:
-    engine.global_steps = counters.global_steps
-    engine.micro_steps = counters.micro_steps
-    engine.global_samples = counters.global_samples
-    engine._skipped.count = counters.skipped_steps
-    engine._skipped.in_a_row = 0
+def _set_counters(self: Any, counters: Counters) -> None:
+    self.global_steps = counters.global_steps
+    self.micro_steps = counters.micro_steps
+    self.global_samples = counters.global_samples
+    self._skipped.count = counters.skipped_steps
+    self._skipped.in_a_row = 0

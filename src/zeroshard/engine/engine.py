@@ -34,6 +34,7 @@ from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import EngineArguments
 from zeroshard.engine.manual_gc import ManualGC
 from zeroshard.engine.non_finite import NonFinitePolicy
+from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
 from zeroshard.engine.optimizer_step import SkippedSteps, loss_of
 from zeroshard.engine.pipeline import (
     Evaluation,
@@ -685,12 +686,64 @@ class Engine(nn.Module):
     offload_states = placement.offload_states
     reload_states = placement.reload_states
     empty_partition_cache = placement.empty_partition_cache
-    to = placement.to
-    cpu = placement.cpu
-    cuda = placement.cuda
-    _apply = placement.apply_to_buffers
-    to_empty = placement.to_empty
-    share_memory = placement.share_memory
+
+    def to(self, *args: Any, **kwargs: Any) -> Engine:
+        """Offload, reload, or cast buffers, depending on the arguments.
+
+        To ``"cpu"``: :meth:`offload_states`. To the engine's own device, which on CPU ranks is
+        ``"cpu"``: :meth:`reload_states`. To the parameters' dtype, as in :meth:`half`: cast buffers.
+
+        Raises:
+            UsageError: another device or dtype.
+        """
+        device, dtype = asked_of_to(args, kwargs)
+        home = device is None or is_return(device, self.device)
+        if dtype is not None:
+            self._apply(lambda held: held.to(dtype) if held.is_floating_point() else held)
+        if device is not None:
+            if home:
+                self.reload_states()
+            else:
+                self.offload_states()
+        return self
+
+    def cpu(self) -> Engine:
+        """See :meth:`to`."""
+        return self.to("cpu")
+
+    def cuda(self, device: int | torch.device | None = None) -> Engine:
+        """See :meth:`to`."""
+        return self.to(
+            torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
+        """Change buffers by ``fn``. ``half()``, ``bfloat16()``, ``float()`` and ``type()`` call this.
+
+        Raises:
+            UsageError: ``fn`` would change a parameter.
+        """
+        self.life.check()
+        check_keeps(fn, self.module.parameters(), self.device)
+        for module in self.module.modules() if recurse else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return self
+
+    def to_empty(self, **_: Any) -> Engine:
+        """Refused, because the values of the parameters would be lost."""
+        raise UsageError(
+            "engine.to_empty() would delete the trained values. To start without values, build "
+            "the model on the meta device and pass it to the engine."
+        )
+
+    def share_memory(self) -> Engine:
+        """Refused, because the engine frees and allocates the memory of parameters."""
+        raise UsageError(
+            "engine.share_memory(): parameters are views of memory that the engine frees and "
+            "allocates. Share a copy of the model, for instance from engine.save_16bit_model()."
+        )
 
     # ------------------------------------------------------------------ mode and end
 

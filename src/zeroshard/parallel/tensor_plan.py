@@ -40,6 +40,7 @@ from zeroshard.comm.env import local_device
 from zeroshard.comm.fused_dtensors import mark_fused
 from zeroshard.errors import UsageError
 from zeroshard.parallel.auto_plan import derive_plan
+from zeroshard.parallel.cut_layer import CutLayer
 from zeroshard.parallel.dropout_streams import RegionStreams, draws, starts_region
 from zeroshard.parallel.heads import (
     GROUPS,
@@ -58,7 +59,6 @@ from zeroshard.parallel.plan_agreement import (
 from zeroshard.parallel.plan_checks import check_layer, check_model, check_stream
 from zeroshard.parallel.tensor_styles import (
     STYLES,
-    CutLayer,
     SharedInput,
     StyleRow,
     as_dtensor,
