@@ -6,27 +6,20 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.directory import check_directory
+from zeroshard.comm.dtensors import whole_of
 from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.config import LoadedConfig
+from zeroshard.core.nbytes import state_nbytes
 from zeroshard.data.batches import agreed_batches, loader_for
-from zeroshard.device.choice import on_host
-from zeroshard.engine import (
-    batch_sizes,
-    checkpoints,
-    export,
-    failed_call,
-    out_of_memory,
-    placement,
-    reading,
-    shared_loss,
-)
+from zeroshard.device.choice import on_host, read
+from zeroshard.engine import export, failed_call, out_of_memory, shared_loss
 from zeroshard.engine.arguments import backward_error
 from zeroshard.engine.build import build_engine
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
@@ -46,11 +39,17 @@ from zeroshard.engine.pipeline import (
 from zeroshard.engine.preemption import Preemption
 from zeroshard.engine.restarts import Resumed
 from zeroshard.engine.shared_loss import LossSharing
-from zeroshard.errors import UsageError, in_short
+from zeroshard.engine.training_state import Counters, TrainingState
+from zeroshard.errors import UnsupportedError, UsageError, in_short
 from zeroshard.metrics.flops import counted
 from zeroshard.metrics.monitors import Monitors
 from zeroshard.metrics.step_report import (
+    MemoryReport,
     StepReport,
+    measured_nbytes,
+    memory_rows,
+    rows_from_vector,
+    vector_of,
 )
 from zeroshard.precision.casting import cast_floats
 from zeroshard.zero.hooks import StepHooks
@@ -646,14 +645,61 @@ class Engine(nn.Module):
         assert self._micro_batch_size is not None, "the configuration is resolved"
         return self._micro_batch_size
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Set the samples per rank and forward. The number of accumulation steps does not change."""
+        self._check_between_steps("set_train_micro_batch_size", micro_batch_size)
+        self._micro_batch_size = micro_batch_size
+
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
         return self.accumulation.steps
 
-    set_train_batch_size = batch_sizes.set_train_batch_size
-    set_train_micro_batch_size = batch_sizes.set_train_micro_batch_size
-    iter_full_params = reading.iter_full_params
-    memory_report = reading.memory_report
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the samples per step by the accumulation steps. The micro-batch does not change."""
+        self._check_between_steps("set_train_batch_size", train_batch_size)
+        per_step = self.train_micro_batch_size_per_gpu() * self.dp_size
+        if train_batch_size < per_step or train_batch_size % per_step:
+            raise UsageError(
+                f"set_train_batch_size({train_batch_size}): not a multiple of micro-batch "
+                f"{self.train_micro_batch_size_per_gpu()} x world size {self.dp_size}. Only the "
+                f"number of accumulation steps can change, so give a multiple of {per_step}."
+            )
+        self.accumulation.steps = train_batch_size // per_step
+
+    def _check_between_steps(self, call: str, size: int) -> None:
+        self.life.check()
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(f"{call}({size!r}): give a whole number of samples, at least 1.")
+        if self.accumulation.divided or self.accumulation.micro_steps:
+            raise UsageError(f"{call} in the middle of a step: call it after step().")
+
+    def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield ``(name, full values)`` of every parameter, one unit in memory at a time. Collective."""
+        self.life.check()
+        self._update.all_gather_late()
+        for unit in self.runtime.units:
+            unit.wait_for_unshard()
+            unit.write_back_edits()
+            nbytes = 0 if unit.resident else unit.full_nbytes
+            with self.runtime.ledger.lend("iter_full_params", nbytes):
+                full_N = unit.full_N if unit.resident else unit.gathered_copy()
+                for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+                    local = full_N[slot.start : slot.stop].view(slot.shape).detach()
+                    yield slot.fqn, whole_of(param, local)
+                del full_N, local
+
+    def memory_report(self, *, all_ranks: bool = False) -> MemoryReport:
+        """Planned and measured bytes per category and tier. Collective if ``all_ranks``."""
+        planned = state_nbytes(self.runtime.plan, self.runtime.stage, self._watch.gathers.rank)
+        outside = self.memory_baseline.peaks(self.device)
+        measured = measured_nbytes(self.runtime.ledger, self._watch.scratch_peak_nbytes, outside)
+        notes = self.runtime.traffic.lines
+        if not all_ranks:
+            return MemoryReport({self.global_rank: memory_rows(planned, measured)}, notes)
+        self.life.check()
+        vector = torch.tensor(vector_of(planned, measured), dtype=torch.float64, device=self.device)
+        rows = read(self._watch.world.all_gather_small(vector, name="memory report"))
+        return MemoryReport({at: rows_from_vector(row) for at, row in enumerate(rows)}, notes)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -671,10 +717,133 @@ class Engine(nn.Module):
         if "_savers" in vars(self):
             self._saver.wait()
 
-    save_checkpoint = checkpoints.save_checkpoint
-    wait_for_checkpoint = checkpoints.wait_for_checkpoint
-    load_checkpoint = checkpoints.load_checkpoint
-    _training_state = checkpoints.training_state
+    def save_checkpoint(
+        self,
+        save_dir: str | PathLike[str],
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save a checkpoint: the directory ``save_dir/tag``. Every rank calls it.
+
+        The directory gets its name when it is complete. After that ``latest`` names it
+        (``docs/checkpoints.md``, ``docs/format.md``). ``tag``: default ``global_step<N>``.
+        ``client_state``: plain data and tensors of the caller; those of rank 0 are saved.
+        ``exclude_frozen_parameters``: only their digests are saved, and a load needs a model with the
+        same values. With ``"checkpoint": {"asynchronous": true}`` this returns when the values are
+        copied. :meth:`wait_for_checkpoint` waits for the rest. So does the next save. Returns True.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be written. Earlier checkpoints are unchanged.
+        """
+        if not self.life.is_open:
+            self.life.check("engine.save_checkpoint()")
+        check_directory(save_dir, "engine.save_checkpoint()")
+        with self._watch.recorder.in_section("save"):
+            self._wait_for_save()
+            agreed = self._saver.save(
+                save_dir,
+                tag,
+                client_state or {},
+                self._training_state(),
+                save_latest=save_latest,
+                exclude_frozen=exclude_frozen_parameters,
+            )
+        self._non_finite.checkpoint = (fspath(save_dir), agreed)
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last save is complete. Raises its error, if it failed."""
+        with self._watch.recorder.in_section("save"):
+            self._wait_for_save()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | PathLike[str],
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: object = None,
+        *,
+        missing_ok: bool = False,
+        resumes_data: bool = True,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load a checkpoint of ZeroShard or of DeepSpeed. Every rank calls it.
+
+        World size, stage, tiers and units may differ from those of the save. ``tag=None``: the checkpoint
+        that ``latest`` names; if that is damaged, the newest older one that is not, with a warning.
+        ``load_module_strict=False``: load the parameters and buffers whose names fit.
+        ``load_module_only``: load only weights; counters, schedule and generators do not change.
+        ``custom_load_fn``: DeepSpeed's argument, which is refused. ``missing_ok``: for a directory
+        without ``latest`` return ``(None, {})`` and change nothing. ``resumes_data=False``: the loader of
+        ``training_data`` goes on where it is.
+
+        Returns the directory and the ``client_state``.
+
+        Raises:
+            CheckpointError: on every rank. If the checkpoint is of another model or optimizer, nothing
+                has been changed.
+        """
+        self.life.check("engine.load_checkpoint()", may_load=True)
+        check_directory(load_dir, "engine.load_checkpoint()")
+        if custom_load_fn is not None:
+            raise UnsupportedError(
+                "load_checkpoint(custom_load_fn=...): values are loaded directly into shards, and "
+                "no rank has a full state dict. Load without custom_load_fn, then edit parameters "
+                "under zero.GatheredParameters."
+            )
+        with self._watch.recorder.in_section("load"):
+            self._wait_for_save()
+            self._drop_gradients()
+            self._resolve_last_step()
+            self._non_finite.skipped = None  # the state that the step left is replaced
+            loaded = self._savers[1].load(
+                load_dir,
+                tag,
+                self._training_state(resumes_data=resumes_data),
+                strict=load_module_strict,
+                optimizer_states=load_optimizer_states,
+                scheduler_states=load_lr_scheduler_states,
+                module_only=load_module_only,
+                missing_ok=missing_ok,
+            )
+        if loaded is None:
+            return None, {}
+        if loaded.counters is not None:
+            self._set_counters(loaded.counters)
+            if load_module_strict and load_optimizer_states:  # else it is of another run
+                self._non_finite.checkpoint = (fspath(loaded.path.parent), loaded.path.name)
+        return str(loaded.path), loaded.client_state
+
+    def _training_state(self, *, resumes_data: bool = True) -> TrainingState:
+        """What a checkpoint contains besides units. Gets the outcome of the last step first."""
+        self._judge_last_step()
+        self._update.all_gather_late()
+        if self.runtime.optimizer is not None:
+            self.runtime.optimizer.wait_for_worker()  # it counts steps in the state that is read here
+        accumulation = self.accumulation
+        return TrainingState(
+            Counters(self.global_steps, self.micro_steps, self.global_samples, self._skipped.count),
+            self.module,
+            self.basic_optimizer,
+            self._groups,
+            self.scaler,
+            self.lr_scheduler,
+            self.training_dataloader if resumes_data else None,
+            accumulation_steps=accumulation.steps,
+            lost_backwards=accumulation.backwards if accumulation.divided else None,
+        )
+
+    def _set_counters(self, counters: Counters) -> None:
+        self.global_steps = counters.global_steps
+        self.micro_steps = counters.micro_steps
+        self.global_samples = counters.global_samples
+        self._skipped.count = counters.skipped_steps
+        self._skipped.in_a_row = 0
+
     save_16bit_model = export.save_16bit_model
     save_fp16_model = export.save_16bit_model
     save_pretrained = export.save_pretrained
@@ -683,9 +852,39 @@ class Engine(nn.Module):
 
     # ------------------------------------------------------------------ offload
 
-    offload_states = placement.offload_states
-    reload_states = placement.reload_states
-    empty_partition_cache = placement.empty_partition_cache
+    def offload_states(
+        self,
+        include: Any = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move training state from the device to host memory until :meth:`reload_states` is called.
+
+        Every rank calls it. It works at every stage. State that the configuration stores in host memory
+        or on disk is not moved. ``include``: some of ``optim_states``, ``hp_params`` (masters),
+        ``lp_params`` (parameters; in fp32 they are their own masters) and ``lp_grads``; None: all. While
+        state is offloaded, calls that need it raise :class:`UsageError`. Views of parameters or
+        optimizer state that the program made before must not be read. ``non_blocking``: the copies may
+        still run when this returns, and freed memory stays in torch's cache. Pinned memory is kept for
+        the next call; :meth:`empty_partition_cache` frees it.
+        """
+        self.life.check()
+        self._offloader.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back to the device all that :meth:`offload_states` moved. Every rank calls it."""
+        self.life.check()
+        self._offloader.reload(non_blocking=non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Free gathered parameters until their next use, and memory kept for :meth:`offload_states`.
+
+        Every rank calls it, between steps.
+        """
+        self.life.check()
+        self.runtime.prefetcher.reshard_all()
+        self._offloader.forget_spare()
 
     def to(self, *args: Any, **kwargs: Any) -> Engine:
         """Offload, reload, or cast buffers, depending on the arguments.
