@@ -36,7 +36,7 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.engine.checkpoint_loader import CheckpointLoader, Loaded
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.training_state import Counters, TrainingState
-from zeroshard.optim.factory import rebind
+from zeroshard.optim.twin import rebind
 from zeroshard.precision.loss_scaler import StaticScale
 from zeroshard.precision.policy import DtypeRow
 from zeroshard.zero.gradients import GradBuffer

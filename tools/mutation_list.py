@@ -104,7 +104,7 @@ MUTATIONS = [
     ),
     Mutation(
         "norm-of-stage-0-counts-every-rank",  # stage 0 only
-        "zero/optimizer_shard.py",
+        "zero/make_shard.py",
         "param_R, begin, end, own = unit.full_N, 0, layout.full_numel, (low, high)",
         "param_R, begin, end, own = unit.full_N, 0, layout.full_numel, (0, layout.full_numel)",
         "tests/parity/test_several_ranks.py::test_two_ranks_equal_one_process -k bare_parameters",
@@ -202,7 +202,7 @@ MUTATIONS = [
     ),
     Mutation(
         "stage-1-reduces-every-micro-batch",  # stage 1 only
-        "engine/build.py",
+        "engine/build_runtime.py",
         'eager=stage.shards_grads and frame.traffic.reduce == "micro_batch"',
         'eager=stage.shards_optimizer and frame.traffic.reduce == "micro_batch"',
         "tests/accounting/test_traffic.py::test_accumulation_is_free_below_stage_2_and_reduces_every_micro_batch_above",

@@ -25,7 +25,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.core import tiers
-from zeroshard.engine import build
+from zeroshard.engine import build_runtime
 from zeroshard.errors import DiskError, UsageError
 from zeroshard.memory import storage
 from zeroshard.offload import capacity_check, disk_check
@@ -465,7 +465,7 @@ def too_small(
         raise AssertionError("memory is made before the disk was asked")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "Unit", unit)
+        patch.setattr(build_runtime, "Unit", unit)
         if free_nbytes_by_host is not None:
             host = dist.get_rank() % len(free_nbytes_by_host)
             patch.setattr(capacity_check, "host_number", lambda: host)

@@ -18,7 +18,7 @@ from support.parity import assert_bit_equal
 from zeroshard import Engine
 from zeroshard.core import tiers
 from zeroshard.device.copy_streams import CopyStreams
-from zeroshard.engine import build
+from zeroshard.engine import build_runtime
 from zeroshard.errors import UsageError
 from zeroshard.offload import stores as offload_stores
 from zeroshard.offload.grad_store import DiskGradStore
@@ -441,8 +441,10 @@ def a_bus_between() -> Iterator[CopyStreams]:
     """Copies between device and host, as on a GPU machine. Here both are host memory."""
     streams = CopyStreams()
     with (
-        mock.patch.object(build, "has_copy_streams", lambda _device: True),
-        mock.patch.object(build, "check_device", lambda *_, **__: None),  # parameters alone, too
+        mock.patch.object(build_runtime, "has_copy_streams", lambda _device: True),
+        mock.patch.object(
+            build_runtime, "check_device", lambda *_, **__: None
+        ),  # parameters alone, too
         mock.patch.object(offload_stores, "make_copy_streams", lambda _device, *, copies: streams),
     ):
         yield streams

@@ -21,7 +21,7 @@ from zeroshard.device.accelerator import AcceleratorOps
 from zeroshard.device.choice import ops_of, own_device
 from zeroshard.device.copy_streams import CudaCopyStreams
 from zeroshard.device.cuda import CudaOps
-from zeroshard.engine import build
+from zeroshard.engine import build_runtime
 from zeroshard.errors import UsageError
 from zeroshard.offload import stores
 from zeroshard.offload.async_update import AsyncUpdateWorker
@@ -226,7 +226,7 @@ def test_every_copy_to_the_device_that_the_main_thread_starts_is_behind_its_kern
     model = nn.Linear(3, 3, bias=False)
     cuda.gpus = 0  # no memory to lock pages of
     with (
-        mock.patch.object(build, "has_copy_streams", lambda _device: True),
+        mock.patch.object(build_runtime, "has_copy_streams", lambda _device: True),
         mock.patch.object(
             stores,
             "make_copy_streams",

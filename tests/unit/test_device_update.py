@@ -309,13 +309,13 @@ def test_unusual_state_runs_through_the_optimizers_own_step(launches, change):
 
 
 def test_the_kernel_of_an_optimizer_without_a_device_form_is_not_asked(monkeypatch, launches):
-    from zeroshard.zero import optimizer
+    from zeroshard.zero import turns
 
-    real = optimizer.kernel_of
+    real = turns.kernel_of
 
     def without_form(*args, **kwargs):
         return dataclasses.replace(real(*args, **kwargs), device_form=None)
 
-    monkeypatch.setattr(optimizer, "kernel_of", without_form)
+    monkeypatch.setattr(turns, "kernel_of", without_form)
     train(three_steps, one_pass=True)
     assert launches == []

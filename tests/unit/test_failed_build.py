@@ -11,7 +11,7 @@ from kit import adamw, config
 from torch import nn
 
 from zeroshard import Engine
-from zeroshard.engine import build
+from zeroshard.engine import build, build_runtime
 from zeroshard.errors import UsageError
 
 FIRST, LAST = "OptimizerStep", "StateOffloader"  # what is made after the units, and after the hooks
@@ -32,7 +32,7 @@ def fail(*_: object, **__: object) -> None:
     raise OSError("no memory left")
 
 
-class SecondFails(build.Unit):
+class SecondFails(build_runtime.Unit):
     made = 0
 
     def __init__(self, *args: object, **keys: object) -> None:
@@ -42,6 +42,14 @@ class SecondFails(build.Unit):
         super().__init__(*args, **keys)
 
 
+def break_build(patch: pytest.MonkeyPatch, part: str) -> None:
+    """Let ``part`` fail while an engine is built; of several units the second."""
+    if part == "Unit":
+        patch.setattr(build_runtime, part, SecondFails)
+    else:
+        patch.setattr(build, part, fail)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("part", ["Unit", FIRST, LAST])
 def test_a_model_trains_plainly_after_its_engine_failed(monkeypatch, stage, part):
@@ -49,7 +57,7 @@ def test_a_model_trains_plainly_after_its_engine_failed(monkeypatch, stage, part
     twin = copy.deepcopy(model)
     monkeypatch.setattr(SecondFails, "made", 0)
     with monkeypatch.context() as patch:
-        patch.setattr(build, part, SecondFails if part == "Unit" else fail)
+        break_build(patch, part)
         with pytest.raises(OSError, match="no memory left"):
             Engine(model, config=config(stage, units=["0", "2"]), optimizer=adamw)
     gc.collect()
@@ -64,7 +72,7 @@ def test_another_engine_can_be_built_over_the_model(monkeypatch, part):
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     monkeypatch.setattr(SecondFails, "made", 0)
     with monkeypatch.context() as patch:
-        patch.setattr(build, part, SecondFails if part == "Unit" else fail)
+        break_build(patch, part)
         with pytest.raises(OSError, match="no memory left"):
             Engine(model, config=config(2, units=["0", "1"]), optimizer=adamw)
     with Engine(model, config=config(2, units=["0", "1"]), optimizer=adamw) as engine:

@@ -14,7 +14,7 @@ from zeroshard import Engine
 from zeroshard.optim import fused_update, native_adam, native_build
 from zeroshard.optim.fragment_norms import CompiledNorms, norms_of
 from zeroshard.optim.optimizers import Lion
-from zeroshard.zero import optimizer
+from zeroshard.zero import turns
 
 SIZES = [(64, 64), (7, 3), (129,), (64,), (1,), (300, 70)]  # with and without a tail
 
@@ -102,7 +102,7 @@ def test_pieces_give_the_bits_of_the_optimizers_own_step(monkeypatch, name, prec
     monkeypatch.setattr(fused_update.FusedUpdate, "run", lambda *a: (ran.append(1), run(*a)))
     pieces = train(name, precision)
     assert ran
-    monkeypatch.setattr(optimizer, "kernel_of", lambda *_a, **_kw: None)
+    monkeypatch.setattr(turns, "kernel_of", lambda *_a, **_kw: None)
     count = len(ran)
     assert_same_bits(pieces, train(name, precision))
     assert len(ran) == count

@@ -14,16 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from zeroshard.errors import ConfigError, UnsupportedError, UsageError
-from zeroshard.optim.factory import (
-    FlexibleAdam,
-    Lamb,
-    Lion,
-    Muon,
-    build_optimizer,
-    needs_whole_parameters,
-    probe,
-    rebind,
-)
+from zeroshard.optim.factory import FlexibleAdam, Lamb, Lion, Muon, build_optimizer
+from zeroshard.optim.probe import needs_whole_parameters, probe
+from zeroshard.optim.twin import rebind
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 
 from zeroshard.config import load_config
-from zeroshard.engine.unit_plan import cut_block, plan_units, plan_wrapping, whole_block_numel
+from zeroshard.engine.unit_plan import plan_units
+from zeroshard.engine.wrapping import cut_block, plan_wrapping, whole_block_numel
 from zeroshard.errors import ConfigError
 from zeroshard.precision.policy import policy_from
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -19,58 +18,33 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.local_state import LocalState
-from zeroshard.comm.collectives import Comm
-from zeroshard.comm.dtensors import groups_over, local_of
+from zeroshard.comm.dtensors import groups_over
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.config import Config, LoadedConfig
 from zeroshard.core.layout import Slot, is_counted, is_split
-from zeroshard.core.ledger import Ledger
 from zeroshard.core.mesh import HOLDERS, Mesh
-from zeroshard.core.nbytes import UnitBytes, state_nbytes
-from zeroshard.core.stages import STAGES, Stage
-from zeroshard.core.tiers import Tier
+from zeroshard.core.stages import STAGES
 from zeroshard.device.choice import choose_device, read
 from zeroshard.engine.build_observer import make_observer
+from zeroshard.engine.build_runtime import FirstValues, build_runtime
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
-from zeroshard.engine.free_memory import check_memory, new_nbytes, passing_nbytes
 from zeroshard.engine.non_finite import NanPolicy, nan_policy
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake
 from zeroshard.engine.param_groups import groups_in_words
-from zeroshard.engine.pipeline_traffic import (
-    PipelineTraffic,
-    RankMemory,
-    agreed_traffic,
-    facts_of,
-)
-from zeroshard.engine.plan_line import PlannedRun, search_lines
-from zeroshard.engine.remedies import Run, is_offloaded
 from zeroshard.engine.restarts import tell_launcher
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.tied_units import (
     check_options,
-    gathers_of,
-    reductions_of,
     tied_parts,
     tied_ranks,
 )
-from zeroshard.engine.unit_plan import UnitSpec, layout_digest, plan_bytes
+from zeroshard.engine.unit_plan import layout_digest
 from zeroshard.errors import in_short
 from zeroshard.memory.malloc import return_large_blocks
 from zeroshard.metrics.observe import Observer
-from zeroshard.offload.async_update import AsyncUpdateWorker
-from zeroshard.offload.capacity_check import check_capacity
-from zeroshard.offload.offload_plan import (
-    OffloadPlan,
-    check_device,
-    disk_buffer_nbytes,
-    plan_offload,
-    shaped_state,
-)
-from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
-from zeroshard.optim.factory import rebind
 from zeroshard.parallel.initial_values import ValuesByName, is_meta
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of, tell_if_slow
@@ -80,17 +54,12 @@ from zeroshard.session.join import join_ranks
 from zeroshard.session.session import CommSession, decline, open_session
 from zeroshard.zero.access import UnitOptimState
 from zeroshard.zero.clip import DataExchange, NormExchange, num_words
-from zeroshard.zero.copy_sums import CopySums
-from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.hooks import StepHooks
-from zeroshard.zero.life import Life
 from zeroshard.zero.mesh_norm import MeshExchange
 from zeroshard.zero.mode_switch import publish_modes
 from zeroshard.zero.module_order import ModuleOrder
 from zeroshard.zero.optimizer import ShardedOptimizer
-from zeroshard.zero.prefetch import Prefetcher, WrappedModule
-from zeroshard.zero.reduce import MAX_IN_FLIGHT, GradReducer
-from zeroshard.zero.unit import Unit
+from zeroshard.zero.reduce import GradReducer
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,10 +84,6 @@ class EngineParts:
     observer: Observer
     make_savers: Callable[[], tuple[CheckpointSaver, CheckpointLoader]]
     nan_policy: NanPolicy | None
-
-
-FirstValues = Callable[[str, nn.Module], None]
-"""Gives a module, after its name, the first values of what it has on the meta device."""
 
 
 def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -> EngineParts:
@@ -205,14 +170,9 @@ def _assemble(
         after_bad_step = None
     with contextlib.ExitStack() as undo:
         draw = _first_values(draft, watch)
-        runtime = _build_runtime(draft, watch, accumulation, draw)
+        runtime = build_runtime(draft, watch, accumulation, draw)
         undo.callback(runtime.close, wait=False)
-        keep = kept_buffers(model, settings)
-        buffers = place_buffers(model, policy.buffer, device, keep=keep, draw=draw)
-        for at, buffer in enumerate(buffers):
-            for comm in (watch.tensor, watch.gathers):
-                if comm is not None:
-                    comm.broadcast(buffer, 0, name=f"buffer {at}").wait()
+        _share_buffers(draft, watch, draw)
         scaler = scaler_from(settings, device)
         order = ModuleOrder()
         update = OptimizerStep(
@@ -226,26 +186,13 @@ def _assemble(
             device=device,
             checks_overflow=scales_loss(settings, policy) or after_bad_step is not None,
         )
-        for shard in runtime.optimizer.shards if runtime.optimizer else ():
-            assert runtime.optimizer is not None
-            shard.unit.optim_state = UnitOptimState(
-                runtime.optimizer,
-                shard,
-                runtime.reducer.summed,
-                update.unscaled_factor,
-                update.all_gather_late,
-            )
         if runtime.optimizer is not None:
-            publish_modes(runtime.optimizer, update.all_gather_late)
+            _connect(runtime.optimizer, runtime.reducer, update)
         hooks = make_hooks(
             runtime.prefetcher, runtime.reducer, kind_of_backward=accumulation.kind_of_backward,
             compiles=settings.compile_blocks,
         )  # fmt: skip
         undo.callback(hooks.remove)
-        if runtime.optimizer is not None:
-            measure = weakref.WeakMethod(update.norm_before_step)  # parameters hold the reducer
-            runtime.reducer.measure = lambda: None if (found := measure()) is None else found()
-            runtime.reducer.fragments = runtime.optimizer.stand_ins
         if draft.mesh.tensor > 1:
             hooks.note_forwards(order.note)
             tensor_ranks = draft.mesh.group(draft.rank_info.rank, {"tensor"})
@@ -260,6 +207,28 @@ def _assemble(
     if trains_on_host:
         return_large_blocks(offloaded=False)
     return parts
+
+
+def _share_buffers(draft: Draft, watch: CommSession, draw: FirstValues) -> None:
+    """Move the model's buffers to the device, with the values of rank 0. Collective."""
+    keep = kept_buffers(draft.model, draft.loaded.config)
+    buffers = place_buffers(draft.model, draft.policy.buffer, draft.device, keep=keep, draw=draw)
+    for at, buffer in enumerate(buffers):
+        for comm in (watch.tensor, watch.gathers):
+            if comm is not None:
+                comm.broadcast(buffer, 0, name=f"buffer {at}").wait()
+
+
+def _connect(optimizer: ShardedOptimizer, reducer: GradReducer, update: OptimizerStep) -> None:
+    """Let what a program calls between steps find the optimizer's state and the gradients."""
+    for shard in optimizer.shards:
+        shard.unit.optim_state = UnitOptimState(
+            optimizer, shard, reducer.summed, update.unscaled_factor, update.all_gather_late
+        )
+    publish_modes(optimizer, update.all_gather_late)
+    measure = weakref.WeakMethod(update.norm_before_step)  # parameters hold the reducer
+    reducer.measure = lambda: None if (found := measure()) is None else found()
+    reducer.fragments = optimizer.stand_ins
 
 
 def _first_values(draft: Draft, watch: CommSession) -> FirstValues:
@@ -368,326 +337,6 @@ def _first_fact(error: Exception) -> str:
     """The first line of an error that is not a heading."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line for line in lines if line and not line.endswith(":")), "")
-
-
-@dataclass(frozen=True, eq=False)
-class _Frame:
-    """What all parts of one runtime share while they are built."""
-
-    draft: Draft
-    watch: CommSession
-    accumulation: Accumulation
-    offload_plan: OffloadPlan
-    plan: list[UnitBytes]
-    stores: Stores
-    ledger: Ledger
-    life: Life
-    traffic: PipelineTraffic
-
-    @property
-    def config(self) -> Config:
-        """The resolved configuration."""
-        return self.draft.loaded.config
-
-    @property
-    def stage(self) -> Stage:
-        """The row of the configuration's stage."""
-        return STAGES[self.config.zero_optimization.stage]
-
-
-def _in_order(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
-    """The specs with those first that run around all other modules and are reduced last: the root's."""
-    return sorted(specs, key=lambda spec: not spec.is_outermost)
-
-
-def _build_runtime(
-    draft: Draft, watch: CommSession, accumulation: Accumulation, draw: FirstValues
-) -> ZeroRuntime:
-    """Move the model's parameters into units and compose what acts on them. Collective.
-
-    The values are those of rank 0. At stage 3 a unit is sharded before the next one is built. So no rank
-    holds more than its shards and one unit, if the model was sharded before or is on the meta device.
-    """
-    model, config, comm = draft.model, draft.loaded.config, watch.gathers
-    specs, optimizer = draft.specs, draft.optimizer
-    stage = STAGES[config.zero_optimization.stage]
-    in_order = _in_order(specs)
-    copies = has_copy_streams(draft.device)
-    offload_plan = plan_offload(
-        {spec.name: spec.layout for spec in in_order},
-        {spec.name: spec.row for spec in in_order if spec.trainable and optimizer is not None},
-        config,
-        rank_of={spec.name: gathers_of(spec, watch).rank for spec in specs}.__getitem__,
-        whole=not all(probe.elementwise for probe in draft.probes.values()),
-        has_copy_streams=copies,
-    )
-    plan = plan_bytes(
-        specs,
-        dict(model.named_parameters()),
-        optimizer,
-        draft.probes,
-        many=accumulation.expects_more(),
-        shards_grads=stage.shards_grads,
-        offload_plan=offload_plan,
-    )
-    plan = [
-        replace(row, rank=gathers_of(spec, watch).rank) if spec.tie else row
-        for spec, row in zip(specs, plan, strict=True)
-    ]
-    forecast = []
-    check_device(offload_plan, has_copy_streams=copies)
-    if offload_plan.is_offloaded:
-        planned = state_nbytes(plan, stage, comm.rank)
-        forecast = check_capacity(
-            planned, offload_plan, config, watch.world, draft.rank_info, draft.device,
-            disk_buffer_nbytes=disk_buffer_nbytes(
-                plan,
-                offload_plan,
-                draft.probes,
-                shards_params=stage.shards_params,
-                has_copy_streams=copies,
-            ),
-        )  # fmt: skip
-    passing, states = _passing(in_order, stage, watch), state_nbytes(plan, stage, comm.rank)
-    if draft.device.type != "cpu" or not offload_plan.is_offloaded:
-        missing = new_nbytes(states, model, draft.device, passing)
-        on_device = sum(nbytes for (_, tier), nbytes in states.items() if tier is Tier.DEVICE)
-        forecast += check_memory(
-            missing,
-            on_device + passing - missing,
-            watch.world,
-            draft.rank_info.rank,
-            draft.device,
-            _states_only(plan, config, draft.device),
-            partial(search_lines, _planned_run(draft)),
-        )
-    traffic = _traffic(draft, watch, plan, stage)
-    ledger, life = Ledger(), Life()
-    stores = Stores(config, ledger, offload_plan, draft.device)
-    frame = _Frame(draft, watch, accumulation, offload_plan, plan, stores, ledger, life, traffic)
-    with contextlib.ExitStack() as undo:
-        # An error keeps alive what was built, so without this disk space would be freed late.
-        undo.callback(stores.close, wait=False)
-        units = _build_units(model, frame, undo, draw)
-        prefetcher = _build_prefetcher(model, units, frame)
-        reducer = _build_reducer(units, frame)
-        sharded = None if optimizer is None else _build_optimizer(optimizer, reducer, frame)
-        undo.pop_all()
-    return ZeroRuntime(
-        stage, units, prefetcher.wrapped_modules, prefetcher, reducer, sharded, ledger, plan,
-        stores, forecast, life, traffic,
-        [unit for spec, unit in zip(specs, units, strict=True) if spec.pipeline_stage is None],
-    )  # fmt: skip
-
-
-def _passing(in_order: Sequence[UnitSpec], stage: Stage, watch: CommSession) -> int:
-    spec = next((spec for spec in in_order if spec.trainable), None)
-    if spec is None:
-        return 0
-    comm = reductions_of(spec, watch)
-    has_scratch = hasattr(comm, "scratch_nbytes")
-    return passing_nbytes(spec.layout, spec.row, stage, ranks=comm.size, has_scratch=has_scratch)
-
-
-def _planned_run(draft: Draft) -> PlannedRun:
-    """A run of which no forward has begun, for a command line."""
-    settings = draft.loaded.config
-    assert settings.train_micro_batch_size_per_gpu is not None  # computed where it is not given
-    return PlannedRun(
-        draft.model, draft.loaded, draft.optimizer, draft.mesh, draft.rank_info,
-        draft.device.type != "cpu", settings.train_micro_batch_size_per_gpu,
-        settings.gradient_accumulation_steps or 1,
-    )  # fmt: skip
-
-
-def _states_only(plan: Sequence[UnitBytes], config: Config, device: torch.device) -> Run:
-    """The run for a choice of remedies while nothing but its states is known, as of its first rank."""
-    zero = config.zero_optimization
-    return Run(
-        units=plan,
-        accumulated=plan,
-        rank=0,
-        stage=int(zero.stage),
-        micro_batch=1,
-        accumulation=1,
-        activation_nbytes=0,
-        has_host=device.type != "cpu",
-        checkpointing="",
-        offloads_optimizer=is_offloaded(zero.offload_optimizer),
-        offloads_params=is_offloaded(zero.offload_param),
-        block_nbytes=0,
-    )
-
-
-def _traffic(
-    draft: Draft, watch: CommSession, plan: Sequence[UnitBytes], stage: Stage
-) -> PipelineTraffic:
-    """How often a pipeline gathers and reduces. Collective if it is to be chosen."""
-
-    def facts() -> RankMemory:
-        return facts_of(
-            draft.specs,
-            plan,
-            state_nbytes(plan, stage, watch.gathers.rank),
-            stage,
-            draft.device,
-            shares=watch.gathers.size if draft.mesh.pipeline > 1 else 1,
-            rank=draft.rank_info.rank,
-        )
-
-    return agreed_traffic(
-        draft.model,
-        facts,
-        watch.world,
-        draft.device,
-        micro_batches=draft.loaded.config.gradient_accumulation_steps or 1,
-    )
-
-
-def _build_units(
-    model: nn.Module, frame: _Frame, undo: contextlib.ExitStack, draw: FirstValues
-) -> list[Unit]:
-    positions = {id(param): at for at, param in enumerate(model.parameters())}
-    params, modules = dict(model.named_parameters()), dict(model.named_modules())
-    stores, device = frame.stores, frame.draft.device
-    units = []
-    for spec in frame.draft.specs:
-        comm = gathers_of(spec, frame.watch)
-        unit = Unit(
-            spec.name,
-            spec.layout,
-            _members(modules, spec, device, frame.watch.tensor, draw),
-            positions=[positions[id(params[slot.fqn])] for slot in spec.layout.slots],
-            row=spec.row,
-            trainable=spec.trainable,
-            # On one rank the shard is the whole unit, and gathering would only make a copy.
-            resident=not frame.stage.shards_params
-            or (comm.size == 1 and frame.offload_plan.tier_of(spec.name) is Tier.DEVICE),
-            comm=comm,
-            ledger=frame.ledger,
-            device=device,
-            store_of=partial(stores.stores_of_unit(spec.name).shard_store, spec.name),
-            room=stores.stores_of_unit(spec.name).allocate,
-            has_copies=not frame.draft.mesh.is_data_only,
-            group=spec.group,
-        )
-        units.append(unit)
-        undo.callback(unit.close, wait=False)
-    return units
-
-
-def _build_prefetcher(model: nn.Module, units: Sequence[Unit], frame: _Frame) -> Prefetcher:
-    zero, modules = frame.config.zero_optimization, dict(model.named_modules())
-    units_of: dict[str, list[Unit]] = defaultdict(list)
-    for spec, unit in zip(frame.draft.specs, units, strict=True):
-        units_of[spec.wrapped].append(unit)
-    inner = [fqn for fqn in dict.fromkeys(spec.wrapped for spec in frame.draft.specs) if fqn]
-    return Prefetcher(
-        [WrappedModule(fqn or "root", modules[fqn], tuple(units_of[fqn])) for fqn in [*inner, ""]],
-        prefetch_numel=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
-        live_numel=zero.stage3_max_live_parameters,
-        reuse_numel=zero.stage3_max_reuse_distance,
-    )
-
-
-def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
-    zero, stage, device = frame.config.zero_optimization, frame.stage, frame.draft.device
-    unit_of = {unit.name: unit for unit in units}
-    nbytes_of = {spec.name: row for spec, row in zip(frame.draft.specs, frame.plan, strict=True)}
-    buffers = [
-        GradBuffer(
-            unit_of[spec.name],
-            comm=reductions_of(spec, frame.watch),
-            ledger=frame.ledger,
-            transient=stage.shards_grads or not nbytes_of[spec.name].grad_nbytes,
-            rest=frame.stores.grad_store_of(
-                spec.name, nbytes_of[spec.name].stored_grad_nbytes * spec.layout.shard_numel
-            ),
-            pipeline_stage=spec.pipeline_stage,
-            # On a device one copy of all gradients costs less than several, and the room is there.
-            group_numel=frame.config.unit_max_numel if has_copy_streams(device) else None,
-        )
-        for spec in _in_order(frame.draft.specs)
-        if spec.trainable
-    ]
-    watch = frame.watch
-    return GradReducer(
-        buffers,
-        eager=stage.shards_grads and frame.traffic.reduce == "micro_batch",
-        whole=not stage.shards_optimizer,
-        in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
-        predivide=predivide(
-            frame.config,
-            frame.draft.coordinate.dp_size,
-            {buffer.unit.row.reduce for buffer in buffers},
-        ),
-        copy_sums=[
-            CopySums(copies, watch.gathers, buffers, zero.reduce_bucket_size)
-            for copies in watch.copies
-        ],
-    )
-
-
-def _build_optimizer(
-    optimizer: torch.optim.Optimizer, reducer: GradReducer, frame: _Frame
-) -> ShardedOptimizer:
-    stores, found = frame.stores, frame.draft.probes
-    host = stores.host_staging()
-    worker = None
-    if host is not None:
-        threads = update_threads(frame.draft.device, frame.draft.rank_info)
-        worker = AsyncUpdateWorker(frame.draft.device, threads=threads, delayed=stores.is_delayed)
-    return ShardedOptimizer(
-        optimizer,
-        reducer.buffers,
-        spans=[frame.offload_plan.spans_of(buffer.unit.name) for buffer in reducer.buffers],
-        shards_optimizer=frame.stage.shards_optimizer,
-        ledger=frame.ledger,
-        life=frame.life,
-        rebind=rebind,
-        compiles=frame.config.compile_update,
-        pager=stores.pager(found),
-        chunk_memory=stores.chunk_memory,
-        state_dtypes=lambda buffer: partial(shaped_state, found[buffer.unit.row.master]),
-        host=host,
-        worker=worker,
-    )
-
-
-def predivide(config: Config, dp_size: int, reduced: Collection[torch.dtype]) -> float:
-    """What local gradients are divided by before they are reduced. ``reduced``: their dtypes then.
-
-    A sum over ranks in fp16 overflows at 65,504, whatever the number of ranks, so there the mean is taken
-    before. Otherwise the loss scale would be lower the more ranks there are.
-    """
-    factor = config.gradient_predivide_factor
-    if config.prescale_gradients or (factor == 1.0 and torch.float16 in reduced):
-        return float(dp_size)
-    return factor
-
-
-def _members(
-    modules: Mapping[str, nn.Module],
-    spec: UnitSpec,
-    device: torch.device,
-    tensor: Comm | None,
-    draw: FirstValues,
-) -> Iterator[nn.Parameter]:
-    """The unit's parameters. Those on the meta device get their values right before they are yielded.
-
-    ``tensor``: connects the tensor group. What the group holds whole gets the values of its first rank.
-    """
-    for slot in spec.layout.slots:
-        name, _, leaf = slot.fqn.rpartition(".")
-        draw(name, modules[name])
-        param = modules[name]._parameters[leaf]
-        assert param is not None
-        if tensor is not None and not is_split(slot):
-            values = local_of(param).detach().to(device).contiguous()
-            tensor.broadcast(values, 0, name=slot.fqn).wait()
-            with torch.no_grad():
-                local_of(param).copy_(values)
-        yield param
 
 
 def kept_buffers(model: nn.Module, config: Config) -> list[str]:

@@ -23,11 +23,13 @@ from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import memory_nbytes, own_device
 from zeroshard.engine.preemption import check_can_save_in
 from zeroshard.engine.restarts import batch_of_run
-from zeroshard.engine.unit_plan import UnitSpec, cut_block, plan_units, probed
+from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
+from zeroshard.engine.wrapping import cut_block
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.metrics.monitors import Monitors, build_monitors
 from zeroshard.metrics.sinks import check_packages
-from zeroshard.optim.factory import Probe, build_optimizer
+from zeroshard.optim.factory import build_optimizer
+from zeroshard.optim.probe import Probe
 from zeroshard.optim.schedulers import build_scheduler
 from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.parallel.split import PipelineModel
@@ -130,20 +132,11 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         device_nbytes=device_nbytes,
     )  # fmt: skip
     return Draft(
-        model,
-        rank_info,
-        mesh,
-        coordinate,
-        loaded,
-        device,
-        policy,
-        inner,
-        probes,
-        specs,
+        model, rank_info, mesh, coordinate, loaded, device, policy, inner, probes, specs,
         make_scheduler(given.lr_scheduler, inner, settings),
         build_monitors(settings) if rank_info.is_main_rank else Monitors(),
         copies,
-    )
+    )  # fmt: skip
 
 
 _INIT = "the model was built under zero.Init, which shards every parameter over all ranks"
@@ -331,23 +324,9 @@ def make_optimizer(
     ``model_parameters``: parameters or param-group dicts, default all that require a gradient.
     Raises :class:`UsageError` for an object that is no optimizer.
     """
-    given = parameter_list(model_parameters)
-    params = given or [p for p in model.parameters() if p.requires_grad]
-    if not params and isinstance(model, PipelineModel) and model.kept is not None:
-        params = [{"params": []}]  # the stages of this rank are frozen, those of others may train
+    params = _updated(model, parameter_list(model_parameters))
     if optimizer is not None:
-        made = optimizer(params) if callable(optimizer) else optimizer
-        if not isinstance(made, torch.optim.Optimizer):
-            raise UsageError(
-                f"optimizer is a {type(made).__name__}, not a torch.optim.Optimizer. Pass an optimizer "
-                "object, or a function that makes one from parameters."
-            )
-        if not hasattr(made, "param_groups"):
-            raise UsageError(
-                f"optimizer is a {type(made).__name__} without param_groups, so the engine cannot give "
-                "it its parameters. If it wraps another optimizer, pass that one."
-            )
-        return made
+        return _checked(optimizer(params) if callable(optimizer) else optimizer)
     if config.optimizer is None:
         return None
     if not params:
@@ -365,6 +344,29 @@ def make_optimizer(
         fused=masters <= {torch.float32, torch.float64},
         state_dtype=None if moments == masters else moments.pop(),
     )
+
+
+def _updated(model: nn.Module, given: list[Any]) -> list[Any]:
+    """What the optimizer updates: what is given, or all that is trained."""
+    params = given or [p for p in model.parameters() if p.requires_grad]
+    if not params and isinstance(model, PipelineModel) and model.kept is not None:
+        return [{"params": []}]  # the stages of this rank are frozen, those of others may train
+    return params
+
+
+def _checked(given: Any) -> torch.optim.Optimizer:
+    """An optimizer of the program, if the engine can give it other parameters."""
+    if not isinstance(given, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer is a {type(given).__name__}, not a torch.optim.Optimizer. Pass an optimizer "
+            "object, or a function that makes one from parameters."
+        )
+    if not hasattr(given, "param_groups"):
+        raise UsageError(
+            f"optimizer is a {type(given).__name__} without param_groups, so the engine cannot give "
+            "it its parameters. If it wraps another optimizer, pass that one."
+        )
+    return given
 
 
 def _named(model: nn.Module, params: Sequence[Any]) -> list[Any]:

@@ -174,18 +174,25 @@ def facts_of(
     own = [(s, row) for s, row in zip(specs, plan, strict=True) if s.pipeline_stage is not None]
     gathered = [(s, row) for s, row in own if stage.shards_params and shares > 1]
     reduced = [s for s, _ in own if s.trainable and stage.shards_grads]
-    on_cpu = device.type == "cpu"
-    free_nbytes = (host_limits().free_nbytes or 0) if on_cpu else ops_of(device).free_nbytes()
-    on_device = sum(nbytes for (_, tier), nbytes in planned.items() if tier is Tier.DEVICE)
+    place, free_nbytes, needed_nbytes = _room(planned, device, rank)
     return RankMemory(
-        place=host_number() if on_cpu else rank,
+        place=place,
         free_nbytes=free_nbytes,
-        needed_nbytes=demand_of(planned, on_cpu=True).host_nbytes if on_cpu else on_device,
+        needed_nbytes=needed_nbytes,
         gathered_nbytes=sum(row.param_nbytes * s.layout.full_numel for s, row in gathered),
         summed_nbytes=sum(s.row.grad_accum.itemsize * s.layout.full_numel for s in reduced),
         gathered_numel=sum(s.layout.full_numel for s, _ in gathered),
         reduced_numel=sum(s.layout.full_numel for s in reduced),
     )
+
+
+def _room(planned: Mapping[Key, int], device: torch.device, rank: int) -> tuple[int, int, int]:
+    """The memory that this rank uses (see :class:`RankMemory`), its free bytes, and those needed."""
+    if device.type == "cpu":
+        needed_nbytes = demand_of(planned, on_cpu=True).host_nbytes
+        return host_number(), host_limits().free_nbytes or 0, needed_nbytes
+    on_device = sum(nbytes for (_, tier), nbytes in planned.items() if tier is Tier.DEVICE)
+    return rank, ops_of(device).free_nbytes(), on_device
 
 
 def agreed_traffic(

@@ -6,8 +6,9 @@ The check runs before anything is moved. A run that cannot work is refused with 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -21,7 +22,7 @@ from zeroshard.core.stages import STAGES
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.device.choice import read
 from zeroshard.errors import DiskError
-from zeroshard.memory.host_limits import host_limits
+from zeroshard.memory.host_limits import HostLimits, host_limits
 from zeroshard.offload import disk_check
 from zeroshard.offload.host_fit import check_host
 from zeroshard.offload.offload_plan import OffloadPlan, host_sizes
@@ -129,49 +130,91 @@ def check_capacity(
     """
     paths = _paths(config)
     limits = host_limits()
-    me = host_number()
-    micro_batches = config.gradient_accumulation_steps or 1
-    stage = STAGES[config.zero_optimization.stage]
-    mine = demand_of(
-        planned,
-        on_cpu=device.type == "cpu",
-        micro_batches=micro_batches,
-        reductions=micro_batches if stage.shards_grads else 1,
+    mine = _Told(
+        host_number(),
+        [limits.free_nbytes or UNKNOWN_NBYTES, *(_free(path) for path in paths)],
+        _demand(planned, offload_plan, config, device, disk_buffer_nbytes),
     )
-    mine = replace(mine, host_nbytes=mine.host_nbytes + disk_buffer_nbytes)
-    if device.type != "cpu":  # the plan counts masters, but not copy buffers
-        sizes = host_sizes(offload_plan)
-        scratch_nbytes = sum(
-            numel * dtype.itemsize for what, numel, dtype in sizes if what == "scratch"
-        )
-        mine = replace(mine, host_nbytes=mine.host_nbytes + scratch_nbytes)
-    row = [me, limits.free_nbytes or UNKNOWN_NBYTES, *(_free(path) for path in paths)]
-    row_K = torch.tensor([*row, *astuple(mine)], dtype=torch.float64).to(device)
-    forecasts: list[str] = []
-    hosts: dict[int, list[tuple[list[int], Demand]]] = defaultdict(list)
+    row_K = torch.tensor(mine.row(), dtype=torch.float64).to(device)
     rows = comm.all_gather_small(row_K, name="room")
     if isinstance(rows, FakeTensor):
         return []  # fake tensors take no memory
-    for number, *rest in read(rows):
-        frees, numbers = rest[: 1 + len(paths)], rest[1 + len(paths) :]
-        hosts[int(number)].append((list(map(int, frees)), Demand(*map(int, numbers))))
+    hosts: dict[int, list[_Told]] = defaultdict(list)
+    for told in (_Told.of(row, len(paths)) for row in read(rows)):
+        hosts[told.host].append(told)
+    forecasts: list[str] = []
     for number, ranks in hosts.items():
-        demands = [demand for _, demand in ranks]
-        memory, *disks = (min(column) for column in zip(*(free for free, _ in ranks), strict=True))
-        known = replace(
-            limits,
-            host_free_nbytes=None if memory == UNKNOWN_NBYTES else memory,
-            cgroup=limits.cgroup if number == me and limits.is_cgroup_tighter else None,
-        )
+        demands = [told.demand for told in ranks]
+        memory, *disks = (min(column) for column in zip(*(t.frees for t in ranks), strict=True))
+        is_here = number == mine.host
+        known = _known(limits, memory, is_here=is_here)
         check_host([demand.host_nbytes for demand in demands], known)
+        measures = is_here and rank_info.local_rank == 0
         for (path, kinds), free in zip(paths.items(), disks, strict=True):
-            wanted = sum(getattr(demand, kind) for demand in demands for kind in kinds)
+            wanted = _on_disk(demands, kinds)
             disk_check.check(path, wanted, free=free)
-            if number == me and rank_info.local_rank == 0 and wanted >= PROBED_FROM_NBYTES:
+            if measures and wanted >= PROBED_FROM_NBYTES:
                 forecasts += _forecast(path, kinds, demands)
     # No rank writes or reserves space before the measurement has ended.
     comm.all_gather_small(row_K[:1], name="room measured")
     return forecasts
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others: ``frees`` are bytes in memory and then in each directory."""
+
+    host: int
+    frees: list[int]
+    demand: Demand
+
+    def row(self) -> list[int]:
+        """As numbers."""
+        return [self.host, *self.frees, *astuple(self.demand)]
+
+    @staticmethod
+    def of(row: Sequence[float], num_paths: int) -> _Told:
+        """The inverse of :meth:`row`."""
+        host, *rest = map(int, row)
+        return _Told(host, rest[: 1 + num_paths], Demand(*rest[1 + num_paths :]))
+
+
+def _known(limits: HostLimits, free_nbytes: int, *, is_here: bool) -> HostLimits:
+    """The limits of a host whose ranks have told how much is free. The cgroup is that of this host."""
+    return replace(
+        limits,
+        host_free_nbytes=None if free_nbytes == UNKNOWN_NBYTES else free_nbytes,
+        cgroup=limits.cgroup if is_here and limits.is_cgroup_tighter else None,
+    )
+
+
+def _demand(
+    planned: Mapping[Key, int],
+    offload_plan: OffloadPlan,
+    config: Config,
+    device: torch.device,
+    disk_buffer_nbytes: int,
+) -> Demand:
+    """The demand of this rank, with its buffers."""
+    on_cpu = device.type == "cpu"
+    micro_batches = config.gradient_accumulation_steps or 1
+    stage = STAGES[config.zero_optimization.stage]
+    states = demand_of(
+        planned,
+        on_cpu=on_cpu,
+        micro_batches=micro_batches,
+        reductions=micro_batches if stage.shards_grads else 1,
+    )
+    # On a GPU the plan counts masters, but not copy buffers.
+    sizes = () if on_cpu else host_sizes(offload_plan)
+    scratch_nbytes = sum(
+        numel * dtype.itemsize for what, numel, dtype in sizes if what == "scratch"
+    )
+    return replace(states, host_nbytes=states.host_nbytes + disk_buffer_nbytes + scratch_nbytes)
+
+
+def _on_disk(demands: Iterable[Demand], kinds: Sequence[str]) -> int:
+    """Bytes of some fields of the demands."""
+    return sum(getattr(demand, kind) for demand in demands for kind in kinds)
 
 
 def _paths(config: Config) -> dict[str, list[str]]:
@@ -199,7 +242,7 @@ def _free(path: str) -> int:
 def _forecast(path: str, kinds: Sequence[str], here: Sequence[Demand]) -> Iterator[str]:
     """The time that a disk will take, in words. One rank per host measures, or ranks would disturb it."""
     speed = disk_check.measure(path, PROBE_NBYTES)
-    nbytes = sum(getattr(demand, kind) for demand in here for kind in kinds)
+    nbytes = _on_disk(here, kinds)
     reads, writes = (
         sum(traffic)
         for traffic in zip(

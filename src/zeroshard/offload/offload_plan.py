@@ -24,7 +24,7 @@ from zeroshard.offload.host_chunk import SHARED_BUFFERS
 from zeroshard.offload.pager import page_nbytes, slot_sizes
 from zeroshard.offload.step_numbers import numbers_numel
 from zeroshard.offload.swap_file import BOUNCE_NBYTES, THREADS
-from zeroshard.optim.factory import Probe
+from zeroshard.optim.probe import Probe
 from zeroshard.precision.policy import DtypeRow
 
 
@@ -100,37 +100,48 @@ def plan_offload(
     forward order. ``trained``: those that are updated. ``whole``: never cut a matrix, because the
     optimizer needs it whole. ``has_copy_streams``: host memory is not that of the device.
     """
-    optimizer, params = optimizer_placement(config), param_placement(config)
-    spans: dict[str, Sequence[Span]] = {}
-    if optimizer is not None:
-        chosen = {name: layouts[name] for name in trained}
-        numels = [layout.shard_numel for layout in chosen.values()]
-        cuts = (
-            [_starts(layout, rank_of(name)) for name, layout in chosen.items()] if whole else None
-        )
-        spans = dict(zip(chosen, place(numels, optimizer, cuts=cuts), strict=True))
-    tiers = {}
-    if params is not None:
-        numels = [layout.shard_numel for layout in layouts.values()]
-        placed = place(numels, params, cuts=[() for _ in numels])
-        tiers = {name: parts[0].tier for name, parts in zip(layouts, placed, strict=True) if parts}
+    updated = {name: layouts[name] for name in trained}
+    cuts = [_starts(layout, rank_of(name)) for name, layout in updated.items()] if whole else None
+    spans = _placed(updated, optimizer_placement(config), cuts)
+    shards = _placed(layouts, param_placement(config), [() for _ in layouts])
+    tiers = {name: parts[0].tier for name, parts in shards.items() if parts}
+    if not has_copy_streams:
+        return OffloadPlan(spans, tiers, trained, grads=_grad_tiers(spans))
     # On a GPU host gradients wait in host memory, since their updates need them there.
-    stored = {} if has_copy_streams else spans
-    grads = {
+    sent = frozenset[str]() if _is_delayed(config) else _sent(spans, tiers)
+    return OffloadPlan(spans, tiers, trained, sent=sent)
+
+
+def _grad_tiers(spans: Mapping[str, Sequence[Span]]) -> dict[str, Tier]:
+    """The tiers of gradients that wait where their chunks are, which have memory only in use."""
+    return {
         name: parts[0].tier
-        for name, parts in stored.items()
+        for name, parts in spans.items()
         if parts and all(part.tier.only_in_use for part in parts)
     }
-    sent = frozenset[str]()
-    if has_copy_streams and not _is_delayed(config):
-        sent = frozenset(
-            name
-            for name, parts in spans.items()
-            if parts
-            and all(part.tier is Tier.HOST for part in parts)
-            and not tiers.get(name, Tier.DEVICE).only_in_use
-        )
-    return OffloadPlan(spans, tiers, trained, grads, sent)
+
+
+def _sent(spans: Mapping[str, Sequence[Span]], params: Mapping[str, Tier]) -> frozenset[str]:
+    """The units whose chunks and parameters are always in memory, and all chunks in that of the host."""
+    return frozenset(
+        name
+        for name, parts in spans.items()
+        if parts
+        and all(part.tier is Tier.HOST for part in parts)
+        and not params.get(name, Tier.DEVICE).only_in_use
+    )
+
+
+def _placed(
+    layouts: Mapping[str, UnitLayout],
+    placement: Placement | None,
+    cuts: Sequence[Sequence[int]] | None,
+) -> dict[str, Sequence[Span]]:
+    """The spans of each unit's shard; none without a placement. ``cuts``: see ``place``."""
+    if placement is None:
+        return {}
+    numels = [layout.shard_numel for layout in layouts.values()]
+    return dict(zip(layouts, place(numels, placement, cuts=cuts), strict=True))
 
 
 def _is_delayed(config: Config) -> bool:

@@ -37,8 +37,8 @@ from zeroshard.offload.pager import Pager, TransferTimes
 from zeroshard.offload.step_numbers import StepNumbers, WatchedShard
 from zeroshard.offload.swap_file import SwapFile
 from zeroshard.offload.tier_stores import ChunkMemory, FakeStores, TierOpening, TierStores
-from zeroshard.optim.factory import Probe
 from zeroshard.optim.fused_update import threads_for
+from zeroshard.optim.probe import Probe
 
 _COPY_BUFFERS = "copy buffers of host chunks"
 

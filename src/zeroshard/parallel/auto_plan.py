@@ -99,7 +99,8 @@ def _base_plan(model: nn.Module) -> dict[str, str]:
 # ---------------------------------------------------------------------- the plan of Transformers
 
 
-def _from_transformers(model: nn.Module, own: Mapping[str, str]) -> dict[str, str]:
+def _refuse_styles(model: nn.Module, own: Mapping[str, str]) -> None:
+    """Refuse a plan of Transformers with styles that ZeroShard does not have."""
     refused = {style: glob for glob, style in own.items() if style not in TRANSFORMERS_STYLES}
     if refused:
         style, glob = next(iter(refused.items()))
@@ -111,6 +112,10 @@ def _from_transformers(model: nn.Module, own: Mapping[str, str]) -> dict[str, st
             + "Train without tensor parallelism, where ZeRO shards these layers as any other, or pass a "
             "plan of your own that leaves them whole."
         )
+
+
+def _from_transformers(model: nn.Module, own: Mapping[str, str]) -> dict[str, str]:
+    _refuse_styles(model, own)
     modules = dict(model.named_modules())
     generic_names = set(map(generic, modules))
     plan = {
@@ -158,19 +163,12 @@ def _tied_embeddings(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) 
 
 def _vocabulary(model: nn.Module, size: int) -> dict[str, str]:
     """Styles for the embedding and the head that a model of Transformers names, if all can be cut."""
-    found: dict[str, str] = {}
-    wanted = (
-        ("get_input_embeddings", nn.Embedding, "vocab"),
-        ("get_output_embeddings", nn.Linear, "colwise_gather"),
-    )
     layers = list(model.named_modules())
-    for getter, kind, style in wanted:
-        try:
-            layer = getattr(model, getter, lambda: None)()
-        except (NotImplementedError, AttributeError):  # a model without such a layer
-            continue
-        if isinstance(layer, kind):
-            found |= {name: style for name, module in layers if module is layer}
+    wanted = [
+        (_got(model, "get_input_embeddings", nn.Embedding), "vocab"),
+        (_got(model, "get_output_embeddings", nn.Linear), "colwise_gather"),
+    ]
+    found = {name: style for layer, style in wanted for name, module in layers if module is layer}
     found |= _tied_embeddings(dict(layers), found)
     for name in found:
         own = model.get_submodule(name)._parameters
@@ -182,6 +180,15 @@ def _vocabulary(model: nn.Module, size: int) -> dict[str, str]:
         if begin == end or any(user not in found for user in users):
             return {}
     return found
+
+
+def _got(model: nn.Module, getter: str, kind: type[nn.Module]) -> nn.Module | None:
+    """The layer that a model of Transformers names, if it has one of this kind."""
+    try:
+        layer = getattr(model, getter, lambda: None)()
+    except (NotImplementedError, AttributeError):  # a model without such a layer
+        return None
+    return layer if isinstance(layer, kind) else None
 
 
 def _from_structure(model: nn.Module, size: int) -> dict[str, str]:
@@ -279,7 +286,7 @@ def _attention(linears: Mapping[str, nn.Module]) -> Iterator[dict[str, str]]:
         return
     queries = [leaf for leaf in others if QUERY.search(leaf)]
     keys = [leaf for leaf in others if KEY_VALUE.search(leaf)]
-    if len(queries) != 1 or len(keys) != 2 or len(others) != 3:
+    if (len(queries), len(keys), len(others)) != (1, 2, 3):
         return
     if width == features(linears[queries[0]])[1]:
         yield {**dict.fromkeys((*queries, *keys), "colwise"), outputs[0]: "rowwise"}
@@ -290,8 +297,7 @@ def _mlp(module: nn.Module, linears: Mapping[str, nn.Module]) -> Iterator[dict[s
 
     Or one layer d -> 2h that joins gate and up.
     """
-    others = [m for leaf, m in module.named_children() if leaf not in linears]
-    if any(True for other in others for _ in other.parameters()):
+    if any([*m.parameters()] for leaf, m in module.named_children() if leaf not in linears):
         return
     shapes = {leaf: features(layer) for leaf, layer in linears.items()}
     last = list(shapes)[-1]

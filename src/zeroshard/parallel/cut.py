@@ -65,12 +65,16 @@ def pipeline(
     if order is not None or type(model).forward is nn.Sequential.forward:
         return cut_sequence(model, list(split), order, loss_fn=loss_fn, **keys)
     if example is None and not isinstance(getattr(model, "dummy_inputs", None), Mapping):
-        children = ", ".join(name for name, _ in model.named_children())
-        raise UsageError(
-            f"{type(model).__name__} has a forward of its own, and a pipeline needs the order in which "
-            "its submodules run. If each takes the output of the one before, give their names, for "
-            'example order=["embed", "layers", "head"]. If it runs a list of blocks in a forward that '
-            "does more, give inputs of a micro-batch by name, example={...}: only their shapes and "
-            f"dtypes are used. The children of {type(model).__name__} are {children}."
-        )
+        raise _needs_order(model)
     return cut_own_forward(model, split, example, loss_fn=loss_fn or own_loss(model), **keys)
+
+
+def _needs_order(model: nn.Module) -> UsageError:
+    children = ", ".join(name for name, _ in model.named_children())
+    return UsageError(
+        f"{type(model).__name__} has a forward of its own, and a pipeline needs the order in which "
+        "its submodules run. If each takes the output of the one before, give their names, for "
+        'example order=["embed", "layers", "head"]. If it runs a list of blocks in a forward that '
+        "does more, give inputs of a micro-batch by name, example={...}: only their shapes and "
+        f"dtypes are used. The children of {type(model).__name__} are {children}."
+    )

@@ -228,15 +228,20 @@ def _head_size(
     projections = [leaf for leaf in layers if QUERY.search(leaf) or KEY_VALUE.search(leaf)]
     if not projections and not counts:
         return None
-    for name in HEAD_SIZES:
-        if type(size := getattr(module, name, None)) is int and size > 0:
-            return size
+    if named := _named_head_size(module):
+        return named
     queries = [features(layers[leaf])[1] for leaf in layers if QUERY.search(leaf)]
     queries += [sizes[0] for sizes in fused.values()]
     query_counts = [counts[name] for name in QUERY_COUNTS if name in counts]
     if queries and query_counts and queries[0] % query_counts[0] == 0:
         return queries[0] // query_counts[0]
     return None
+
+
+def _named_head_size(module: nn.Module) -> int:
+    """Rows of one head, from an attribute of the module; 0 without one."""
+    sizes = (getattr(module, name, None) for name in HEAD_SIZES)
+    return next((size for size in sizes if type(size) is int and size > 0), 0)
 
 
 def _check_fused(name: str, sizes: Sequence[int], head_size: int, size: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -78,20 +78,13 @@ def _traced_plan(model: nn.Module, size: int) -> dict[str, str]:
     tracer = _Tracer(small, inputs)
     inside = tuple(f"{name}." for name, _ in repeated_blocks(small))
     layers = {n: layer for n, layer in small.named_modules() if n.startswith(inside)}
-    linears = {name: layer for name, layer in layers.items() if kind_of(layer) in MATRICES}
-    tables = {name: layer for name, layer in layers.items() if kind_of(layer) == "Embedding"}
+    linears, tables = _of_kinds(layers, MATRICES), _of_kinds(layers, ("Embedding",))
     if not linears:
         raise _NoPlanError("it has no repeated blocks with linear layers")
     calls = tracer.order_of(linears)
-    if missed := [name for name in linears if name not in calls]:
-        raise _NoPlanError(f"the trial run did not reach {missed[0]!r}")
     choices: dict[str, tuple[str, ...]] = {generic(name): ("head_bias",) for name in tables}
     for block in inside:
-        names = [name for name in calls if name.startswith(block)]
-        for ups, down in _pairs(names, linears):
-            choices[generic(down)] = ("rowwise",)
-            for up in ups:
-                choices[generic(up)] = _styles(linears[up], linears[down], alone=len(ups) == 1)
+        choices |= _choices([name for name in calls if name.startswith(block)], linears)
     reason: Exception = _NoPlanError("the parts of its layers did not add up to their whole result")
     for picked in itertools.product(*choices.values()):
         plan = dict(zip(choices, picked, strict=True))
@@ -105,6 +98,20 @@ def _traced_plan(model: nn.Module, size: int) -> dict[str, str]:
         _check_complete(model, plan)
         return plan | _head_norms(small, tracer.inner_modules(guess, inside))
     raise reason
+
+
+def _of_kinds(layers: Mapping[str, nn.Module], kinds: Collection[str]) -> dict[str, nn.Module]:
+    return {name: layer for name, layer in layers.items() if kind_of(layer) in kinds}
+
+
+def _choices(names: Sequence[str], linears: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
+    """The styles that the linear layers of a block may have, in the order of their calls."""
+    choices: dict[str, tuple[str, ...]] = {}
+    for ups, down in _pairs(names, linears):
+        choices[generic(down)] = ("rowwise",)
+        for up in ups:
+            choices[generic(up)] = _styles(linears[up], linears[down], alone=len(ups) == 1)
+    return choices
 
 
 # ---------------------------------------------------------------------- the small copy
@@ -273,7 +280,7 @@ class _Tracer:
         return tensors
 
     def order_of(self, linears: Mapping[str, nn.Module]) -> list[str]:
-        """The names of the layers in the order of their first calls."""
+        """The names of the layers in the order of their first calls. Each must have one."""
         seen: dict[str, None] = {}
 
         def note(name: str, y: Tensor) -> Tensor:
@@ -282,6 +289,8 @@ class _Tracer:
 
         with _results(linears, note):
             self._run({})
+        if missed := [name for name in linears if name not in seen]:
+            raise _NoPlanError(f"the trial run did not reach {missed[0]!r}")
         return list(seen)
 
     def sums_up(self, guess: _Guess) -> bool:
@@ -316,11 +325,12 @@ class _Tracer:
         found by a backward from the row-parallel results to the inputs of column-parallel layers.
         ``inside``: the prefixes of the blocks.
         """
-        params = {
-            name: param.detach().requires_grad_()
+        others = (
+            (name, param)
             for name, param in self._small.named_parameters()
             if name.startswith(inside) and name.rpartition(".")[0] not in guess.layers
-        }
+        )
+        params = {name: param.detach().requires_grad_() for name, param in others}
         if not params:
             return []
         parts: list[Tensor] = []
@@ -336,11 +346,9 @@ class _Tracer:
         total = sum((y @ y.new_ones(y.shape[-1])).square().sum() for y in parts if y.requires_grad)
         if not isinstance(total, Tensor):
             return []
-        grads = torch.autograd.grad(total, [*params.values()], allow_unused=True)
-        found = [
-            n for n, grad in zip(params, grads, strict=True) if grad is not None and grad.any()
-        ]
-        return list(dict.fromkeys(name.rpartition(".")[0] for name in found))
+        grads = torch.autograd.grad(total, [*params.values()], materialize_grads=True)
+        names = itertools.compress(params, (bool(grad.any()) for grad in grads))
+        return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
+from operator import and_
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,7 +30,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from zeroshard.errors import UsageError
-from zeroshard.zero.sharded_parameter import CASTS, LAYOUT, LIKE, METADATA
+from zeroshard.zero.function_kinds import CASTS, DATA_SET, LAYOUT, LIKE, METADATA
 
 
 class Holder(Protocol):
@@ -58,7 +60,6 @@ DROP = "drop"
 _T = torch.Tensor
 _SPARSE: frozenset[Any] = frozenset([_T.is_sparse.__get__])  # type: ignore[attr-defined]
 _LAYOUT_GET = _T.layout.__get__  # type: ignore[attr-defined]
-_DATA_SET = _T.data.__set__  # type: ignore[attr-defined]
 _SAME: frozenset[Any] = frozenset(
     [_T.detach, _T.detach_, _T.contiguous, _T.data.__get__]  # type: ignore[attr-defined]
 )
@@ -114,21 +115,14 @@ class HeldGrad(Tensor):
         first = args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
             answer = _NO_ANSWER
-            if func == _DATA_SET and args[0] is args[1]:  # ``p.grad.data *= 2``
+            if func == DATA_SET and args[0] is args[1]:  # ``p.grad.data *= 2``
                 return None
             if isinstance(first, HeldGrad) and len(grads) == 1:
                 answer = _without_values(func, first, args[1:], kwargs)
+            if answer is _NO_ANSWER:
+                answer = _of_held(func, first, grads, args[1:], kwargs)
             if answer is not _NO_ANSWER:
                 return answer
-            is_alone = first is grads[0] if not isinstance(first, list) else first == grads
-            if is_alone and all(grad.holder is not None for grad in grads):
-                if func in _NORMS and _is_2_norm(args[1:], kwargs):
-                    norms = [HeldNorm.of([grad]) for grad in grads]
-                    return norms if isinstance(first, list) else norms[0]
-                if func in _WRITES and _is_number(_WRITES[func], args[1:], kwargs):
-                    for grad in grads:
-                        grad.edits.append(GradEdit(grad.slot, _WRITES[func], *args[1:]))
-                    return None if isinstance(first, list) else first
         raise _refused(grads, getattr(func, "__name__", str(func)))
 
     @classmethod
@@ -179,18 +173,13 @@ class HeldNorm(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if all(isinstance(norm, HeldNorm) for norm in norms):
-            grads = [grad for norm in norms for grad in norm.grads]
-            if func is _T.to or func in _SAME:
-                return first
-            if func is torch.stack and len(args) == 1 and not kwargs:
-                return cls.of(grads, stacked=True)
-            if func in _NORMS and _is_2_norm(args[1:], kwargs) and isinstance(first, Tensor):
-                holder = grads[0].holder and grads[0].holder()
-                if holder is not None:
-                    return holder.norm_of(grads)
-        names = [grad for norm in norms if isinstance(norm, HeldNorm) for grad in norm.grads]
-        raise _refused(names, f"norm, then {getattr(func, '__name__', func)}")
+        held = [norm for norm in norms if isinstance(norm, HeldNorm)]
+        grads = [grad for norm in held for grad in norm.grads]
+        if len(held) == len(norms):
+            answer = _of_norms(func, first, grads, args[1:], kwargs)
+            if answer is not _NO_ANSWER:
+                return answer
+        raise _refused(grads, f"norm, then {getattr(func, '__name__', func)}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HeldNorm({[grad.fqn for grad in self.grads]})"
@@ -219,6 +208,43 @@ def _without_values(func: Any, grad: HeldGrad, args: tuple[Any, ...], kwargs: An
     if func in CASTS:
         nothing = torch.empty(0, dtype=grad.dtype, device=grad.device)
         return grad if func(nothing, *args, **kwargs) is nothing else _NO_ANSWER
+    return _NO_ANSWER
+
+
+def _of_held(
+    func: Any, first: Any, grads: Sequence[HeldGrad], args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """The norms of gradients that an engine holds, or what a change of them returns.
+
+    ``first``: one stand-in or a list. :data:`_NO_ANSWER` to any other call.
+    """
+    several = isinstance(first, list)
+    is_alone = first == grads if several else first is grads[0]
+    if not is_alone or any(grad.holder is None for grad in grads):
+        return _NO_ANSWER
+    if func in _NORMS and _is_2_norm(args, kwargs):
+        norms = [HeldNorm.of([grad]) for grad in grads]
+        return norms if several else norms[0]
+    if func in _WRITES and _is_number(_WRITES[func], args, kwargs):
+        for grad in grads:
+            grad.edits.append(GradEdit(grad.slot, _WRITES[func], *args))
+        return None if several else first
+    return _NO_ANSWER
+
+
+def _of_norms(
+    func: Any, first: Any, grads: Sequence[HeldGrad], args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """What becomes of the norms of ``grads``, else :data:`_NO_ANSWER`."""
+    if func is _T.to or func in _SAME:
+        return first
+    if func is torch.stack and not args and not kwargs:
+        return HeldNorm.of(grads, stacked=True)
+    if func in _NORMS and _is_2_norm(args, kwargs) and isinstance(first, Tensor):
+        reference = grads[0].holder
+        holder = None if reference is None else reference()
+        if holder is not None:
+            return holder.norm_of(grads)
     return _NO_ANSWER
 
 
@@ -286,25 +312,32 @@ class HeldGrads:
 
         Another ``.grad`` stays: the step refuses it.
         """
-        if not self._pairs and (not self._tensors or is_fake(self._tensors[0])):
+        if not self._pairs and not self._make(holder):
             return
         with torch._C.DisableTorchFunctionSubclass():
-            if not self._pairs:
-                self._pairs = [
-                    (tensor, HeldGrad.of(tensor, name, holder, slot, self._edits))
-                    for slot, (tensor, name) in enumerate(
-                        zip(self._tensors, self._names, strict=True)
-                    )
-                ]
             if flags is None and holder is not None:
                 flags = [tensor.requires_grad for tensor in self._tensors]
             free = [tensor.grad is None for tensor in self._tensors]
             self._shown, self.shown = self._pairs, range(len(self._pairs))
-            if not all(free) or (flags is not None and not all(flags)):
-                self.shown = [i for i in self.shown if free[i] and (flags is None or flags[i])]
+            if flags is not None and not all(flags):
+                free = [*map(and_, free, flags)]
+            if not all(free):
+                self.shown = [*compress(self.shown, free)]
                 self._shown = [self._pairs[i] for i in self.shown]
             for tensor, held in self._shown:
                 tensor.grad = held
+
+    def _make(self, holder: Holder | None) -> bool:
+        """Make the stand-ins. Returns whether there are any: fake tensors have none."""
+        if not self._tensors or is_fake(self._tensors[0]):
+            return False
+        named = zip(self._tensors, self._names, strict=True)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._pairs = [
+                (tensor, HeldGrad.of(tensor, name, holder, slot, self._edits))
+                for slot, (tensor, name) in enumerate(named)
+            ]
+        return True
 
     def close(self) -> None:
         """Take the stand-ins away, and hold the tensors no longer."""

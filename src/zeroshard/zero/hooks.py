@@ -333,8 +333,11 @@ class StepHooks:
             and self._modules.are_all()
         ):
             return
-        if functorch.in_functional_call():
-            return
+        if not functorch.in_functional_call():
+            self._refuse_strangers(stayed=stayed)
+
+    def _refuse_strangers(self, *, stayed: bool) -> None:
+        """Refuse parameters without a unit; frozen ones only if some of the engine's have gone."""
         named = self.prefetcher.root.module.named_parameters()
         strangers = [
             name

@@ -168,12 +168,7 @@ class MeshExchange:
         rows = world.all_gather_small(row, name="norm")
         if odd := world.recorder.diverging(rows[:, 1]):
             raise self._divergence(world, odd)
-        for at, compared in enumerate(self._hops, _FIRST_HOP):
-            if compared is None:
-                continue
-            hop, members = compared
-            if odd := hop.recorder.diverging(rows[members][:, at]):
-                raise self._divergence(hop, odd)
+        self._check_hops(rows)
         if self._mesh.tensor > 1 and not isinstance(rows, FakeTensor):
             self._check_copies(rows[:, 2:4], norms)
         first = _FIRST_HOP + len(hashes)
@@ -189,6 +184,15 @@ class MeshExchange:
             None if lost_edit is None else rows[:, -1].amax(),
             rows[:, 4:6].sum(0),
         )
+
+    def _check_hops(self, rows: Tensor) -> None:
+        """Compare the histories of the ranks of each smaller group."""
+        for at, compared in enumerate(self._hops, _FIRST_HOP):
+            if compared is None:
+                continue
+            hop, members = compared
+            if odd := hop.recorder.diverging(rows[members][:, at]):
+                raise self._divergence(hop, odd)
 
     def _is_counted(self, position: int) -> bool:
         """Whether this rank counts its part of a parameter, which another one may have as well."""

@@ -8,11 +8,9 @@ optimizer computes the same on fragments as on parameters (ADR 0001). What a ran
 stored and who owns it: see [Note: what a rank updates] in ``zero/optimizer_shard.py``.
 
 *How a chunk is updated.* Chunks are updated one after the other, in the order of forward. Each has an
-updater (:mod:`zeroshard.zero.updaters`), which is chosen when the engine is built. It is chosen again in
-two cases. The first: an option of the optimizer that decides whether the fused update may run has
-changed, or a hook was added or removed. The second: optimizer state was loaded or moved, so that prepared
-fused updates refer to old memory. ``update`` yields each unit when its update is complete or has been
-started, and the caller makes the new values available to the other ranks.
+updater (:mod:`zeroshard.zero.updaters`), which is chosen when the engine is built, and again where that
+is needed (:mod:`zeroshard.zero.turns`). ``update`` yields each unit when its update is complete or has
+been started, and the caller makes the new values available to the other ranks.
 
 *Edits.* Each updater compares parameter and rounded master first, and starts from the parameter where
 they differ. Without this, the update would overwrite what the program wrote (ADR 0009).
@@ -31,13 +29,12 @@ midway leaves parameters of two different steps. The caller then fails the engin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import TIERS, Span, Tier
@@ -45,56 +42,24 @@ from zeroshard.errors import UsageError
 from zeroshard.offload.async_update import AsyncUpdateWorker, PendingUpdates
 from zeroshard.offload.host_chunk import HostStaging
 from zeroshard.optim.fragment_norms import in_order_of_clipping
-from zeroshard.optim.fused_update import UpdateKernel
-from zeroshard.optim.kernels import deciding_options, kernel_of, steps_chunk_by_chunk
 from zeroshard.optim.state_tree import flat, nested
-from zeroshard.optim.step_hooks import has_hooks, hook_counts
 from zeroshard.zero import sharded_parameter
-from zeroshard.zero.device_update import DeviceUpdate, Part, may_update
 from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.held_grads import HeldGrads
 from zeroshard.zero.life import Life
-from zeroshard.zero.optimizer_object import OptimizerObject, is_patched
-from zeroshard.zero.optimizer_shard import (
-    GiveMemory,
-    OptimizerChunk,
-    OptimizerShard,
-    OwnedFragment,
-    StateDtypes,
-    make_optimizer_shard,
-)
+from zeroshard.zero.make_shard import GiveMemory, StateDtypes, make_optimizer_shard
+from zeroshard.zero.optimizer_object import OptimizerObject
+from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment
 from zeroshard.zero.optimizer_state import FragmentState
+from zeroshard.zero.turns import Turns
 from zeroshard.zero.unit import Unit, UnitState
-from zeroshard.zero.updaters import (
-    StepInputs,
-    Updater,
-    WholeStep,
-    choose_updater,
-    overlap_copies,
-)
+from zeroshard.zero.updaters import StepInputs
 
 if TYPE_CHECKING:
     from zeroshard.offload.pager import Page, Pager
 
 
 _NOTHING = contextlib.nullcontext()
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Turn:
-    """What is done with one optimizer shard in an update.
-
-    ``loads``: the unit's shard must be read before. ``prefetches``: start reading what the
-    next turn needs. ``is_late``: the unit is yielded after the last turn, because its update may run
-    asynchronously. ``frees``: free a gradient that has a store.
-    """
-
-    shard: OptimizerShard
-    updaters: tuple[Updater, ...]
-    loads: bool
-    prefetches: tuple[Callable[[], None], ...]
-    is_late: bool
-    frees: tuple[Callable[[], None], ...]
 
 
 class ShardedOptimizer:
@@ -121,7 +86,7 @@ class ShardedOptimizer:
         compiles: bool = True,
         pager: Pager | None = None,
         chunk_memory: GiveMemory = lambda *_: None,
-        state_dtypes: Callable[[GradBuffer], StateDtypes] | None = None,
+        state_dtypes: Callable[[GradBuffer], StateDtypes] = lambda _buffer: lambda _group: {},
         host: HostStaging | None = None,
         worker: AsyncUpdateWorker | None = None,
     ) -> None:
@@ -132,81 +97,56 @@ class ShardedOptimizer:
         self.life = life
         self.pager = pager
         self.numbers = None if host is None else host.numbers  # that the host reads in each step
-        group_of = {
-            id(param): at
-            for at, group in enumerate(inner.param_groups)
-            for param in group["params"]
-        }
-        self.shards: list[OptimizerShard] = []
-        for buffer, places in zip(buffers, spans, strict=True):
-            shard = make_optimizer_shard(
+        self._worker = worker
+        self._place_of = _places(inner)
+        group_of = {key: group for key, (group, _) in self._place_of.items()}
+        self.shards = [
+            make_optimizer_shard(
                 buffer,
                 group_of,
                 places,
                 whole=not shards_optimizer,
                 pager=pager,
                 chunk_memory=chunk_memory,
-                state_dtypes=state_dtypes(buffer) if state_dtypes else lambda _group: {},
+                state_dtypes=state_dtypes(buffer),
                 host=host,
             )
-            self.shards.append(shard)
-        self._dtype_of = {
+            for buffer, places in zip(buffers, spans, strict=True)
+        ]
+        self._frozen = _not_trained(inner, self.shards)
+        groups = self.members(fragment for shard in self.shards for fragment in shard.fragments)
+        rebind(inner, groups)
+        for shard in self.shards:
+            shard.attach(stores_on_host=worker is not None and not worker.delayed)
+        self._num_groups = len(groups)
+        self.object = OptimizerObject(inner, groups)
+        self._guards = []
+        self.stand_ins = _stand_ins_of_groups(self.shards)
+        self._own_zero_grad = inner.zero_grad
+        inner.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        if pager is not None:
+            self._guards.append(inner.register_state_dict_pre_hook(_refuse_state_dict))
+            ledger.hold("scratch", "buffers of the pager", pager.slots_nbytes, Tier.HOST)
+        self._turns = Turns(
+            self.object, self.shards, ledger=ledger, worker=worker, compiles=compiles
+        )
+        self.report()
+
+    @cached_property
+    def skips_on_device(self) -> bool:
+        """Whether a step can be skipped without a wait. Chunks on the host skip it there."""
+        return bool(getattr(self.inner, "_step_supports_amp_scaling", False)) or all(
+            chunk.host_chunk is not None for shard in self.shards for chunk in shard.chunks
+        )
+
+    @cached_property
+    def _dtype_of(self) -> dict[int, torch.dtype]:
+        """The dtype of each parameter's master, by position."""
+        return {
             position: shard.unit.row.master
             for shard in self.shards
             for position in shard.unit.positions
         }
-        trained = {id(param) for shard in self.shards for param in shard.unit.params}
-        self._frozen = [
-            param
-            for group in inner.param_groups
-            for param in group["params"]
-            if id(param) not in trained
-        ]
-        self._place_of = {
-            id(param): at
-            for group in inner.param_groups
-            for at, param in enumerate(group["params"])
-        }
-        groups = self.members(self._fragments())
-        rebind(inner, groups)
-        for shard in self.shards:
-            for chunk in shard.chunks:
-                chunk.guard(is_in_memory=shard.is_in_memory(chunk))
-        self._num_groups = len(groups)
-        self.object = OptimizerObject(inner, groups)
-        self._calls_several = False  # one step takes several calls of the optimizer's step
-        self._guards = []
-        names = {
-            id(param): slot.fqn
-            for shard in self.shards
-            for param, slot in zip(shard.unit.params, shard.unit.layout.slots, strict=True)
-        }
-        # One of each group, which is enough to refuse a loop over ``params`` of a group.
-        firsts = list({f.group: f for f in reversed([*self._fragments()])}.values())
-        self.stand_ins = HeldGrads([f.value for f in firsts], [names[id(f.param)] for f in firsts])
-        self._own_zero_grad = inner.zero_grad
-        inner.zero_grad = self._zero_grad  # type: ignore[method-assign]
-        self._worker = worker
-        for shard in self.shards:
-            shard.buffer.measure = shard.measure
-            if worker is not None and not worker.delayed and shard.is_updated_asynchronously:
-                shard.buffer.store = shard.grad_on_host()
-        if pager is not None:
-            self._guards.append(inner.register_state_dict_pre_hook(_refuse_state_dict))
-            ledger.hold("scratch", "buffers of the pager", pager.slots_nbytes, Tier.HOST)
-        # Chunks in host memory are skipped on the host, by their updaters.
-        self.skips_on_device = bool(getattr(inner, "_step_supports_amp_scaling", False)) or all(
-            chunk.host_chunk is not None for shard in self.shards for chunk in shard.chunks
-        )
-        self._compiles = compiles
-        self._deciding_options = deciding_options(inner)
-        self._decided_on: list[object] = []  # the options for which the updaters were chosen
-        self._kernel: UpdateKernel | None = None
-        self._is_whole = False
-        self._turns: list[_Turn] = []
-        self._device_updates: dict[int, DeviceUpdate] = {}
-        self._choose_updaters()
-        self.report()
 
     def members(self, fragments: Iterable[OwnedFragment]) -> list[list[Tensor]]:
         """What the optimizer sees of the fragments, by param group, in the order of the program."""
@@ -215,10 +155,6 @@ class ShardedOptimizer:
         for fragment in sorted(fragments, key=lambda f: (place_of[id(f.param)], f.begin)):
             groups[fragment.group].append(fragment.value)
         return groups
-
-    def _fragments(self) -> Iterator[OwnedFragment]:
-        for shard in self.shards:
-            yield from shard.fragments
 
     # ------------------------------------------------------------------ the step
 
@@ -248,13 +184,11 @@ class ShardedOptimizer:
         units whose shard is always in memory come after the last chunk of the model was started, and
         ``pending`` waits for the unit's update (None: it is complete).
         """
-        if self._options() != self._decided_on:
-            self._choose_updaters()
+        turns = self._turns.current()
         late: list[tuple[Unit, PendingUpdates | None]] = []
-        several = self.object.several if self._calls_several else contextlib.nullcontext
-        with several(), contextlib.closing(self._walk_pages()) as pages:
+        with self._turns.one_step(), contextlib.closing(self._walk_pages()) as pages:
             inputs = StepInputs(factor, found_inf, untouched or {}, pages)
-            for turn in self._turns:
+            for turn in turns:
                 shard = turn.shard
                 with shard.loaded() if turn.loads else _NOTHING:
                     for prefetch in turn.prefetches:
@@ -281,85 +215,6 @@ class ShardedOptimizer:
         if self.pager is not None:
             pages = [chunk.page for shard in self.shards for chunk in shard.chunks if chunk.page]
             yield from self.pager.walk(pages)
-
-    def _options(self) -> list[object]:
-        """What decides how ``step`` is called: options of the groups, numbers of hooks, another step."""
-        inner = self.inner
-        return [
-            hook_counts(inner),
-            vars(inner).get("step"),
-            *(group.get(name) for name in self._deciding_options for group in inner.param_groups),
-        ]
-
-    def _choose_updaters(self, *, anew: bool = False) -> None:
-        """Choose the updater of each chunk. Without ``anew``, only if the kernel has changed."""
-        inner = self.inner
-        self._decided_on = self._options()
-        is_own = has_hooks(inner) or is_patched(inner)  # the program sees how often step is called
-        kernel = None if is_own else kernel_of(inner, compiles=self._compiles)
-        is_whole = is_own or not steps_chunk_by_chunk(inner)
-        if self._turns and kernel == self._kernel and is_whole == self._is_whole and not anew:
-            return
-        self._kernel, self._is_whole = kernel, is_whole
-        whole = WholeStep(self.object) if is_whole else None
-        self._calls_several = is_whole and not all(
-            shard.is_in_memory(chunk) for shard in self.shards for chunk in shard.chunks
-        )
-        self._turns = []
-        on_device = self._choose_device_updates(kernel)
-        for shard, following in zip_longest(self.shards, self.shards[1:]):
-            updaters: list[Updater] = []
-            if id(shard) in on_device:
-                updaters.append(on_device[id(shard)])
-            updaters += [
-                choose_updater(
-                    shard,
-                    chunk,
-                    kernel,
-                    self.object,
-                    ledger=self.ledger,
-                    worker=self._worker,
-                    whole=whole,
-                )
-                for chunk in shard.chunks
-                if not may_update(chunk, kernel)
-            ]
-            only_in_use = shard.unit.store.tier.only_in_use
-            self._turns.append(
-                _Turn(
-                    shard,
-                    tuple(updaters),
-                    loads=only_in_use,
-                    prefetches=() if following is None else following.prefetches(),
-                    is_late=self._worker is not None and not only_in_use,
-                    frees=() if shard.buffer.store is None else (shard.buffer.discard_reduced,),
-                )
-            )
-        overlap_copies(updater for turn in self._turns for updater in turn.updaters)
-
-    def _choose_device_updates(self, kernel: UpdateKernel | None) -> dict[int, DeviceUpdate]:
-        """By ``id(shard)``, the updates in device memory that run in the shard's turn.
-
-        One of them updates all units that are not all-gathered afterwards, in the first one's turn.
-        """
-        for update in self._device_updates.values():
-            update.close()
-        at_once: list[Part] = []
-        chosen: list[tuple[str, list[Part]]] = [("all units", at_once)]
-        for shard in self.shards:
-            unit = shard.unit
-            parts = [(shard, chunk) for chunk in shard.chunks if may_update(chunk, kernel)]
-            is_sent = unit.resident and unit.comm.size > 1 and not shard.is_whole
-            if is_sent or unit.store.tier.only_in_use:
-                chosen.append((unit.name, parts))
-            else:
-                at_once += parts
-        self._device_updates = {
-            id(parts[0][0]): DeviceUpdate(parts, kernel, self.object, self.ledger, name=name)
-            for name, parts in chosen
-            if kernel is not None and parts
-        }
-        return self._device_updates
 
     def sync_edits(self) -> None:
         """Take over what the program wrote into parameters, so that the next step starts from it.
@@ -437,7 +292,7 @@ class ShardedOptimizer:
 
     def discard_fused_updates(self) -> None:
         """Drop the prepared fused updates, because state is in other memory now."""
-        self._choose_updaters(anew=True)
+        self._turns.choose(anew=True)
 
     def offload(self, category: str) -> list[Tensor]:
         """Make masters or optimizer state (``category``) unusable until :meth:`reload`.
@@ -477,8 +332,7 @@ class ShardedOptimizer:
         self.stand_ins.close()
         vars(self.inner).pop("zero_grad", None)
         self.object.close()
-        for update in self._device_updates.values():
-            update.close()
+        self._turns.close()
         for shard in self.shards:
             shard.buffer.measure = shard.buffer.store = None
             for category in ("master", "optimizer"):
@@ -488,7 +342,35 @@ class ShardedOptimizer:
             self.ledger.hold("scratch", "buffers of the pager", 0, Tier.HOST)
         if self._worker is not None:
             self._worker.close()
-        self.shards, self._turns, self._device_updates = [], [], {}
+        self.shards = []
+
+
+def _places(inner: torch.optim.Optimizer) -> dict[int, tuple[int, int]]:
+    """By ``id(param)``, the index of its param group and its index in that group."""
+    return {
+        id(param): (group_index, index)
+        for group_index, group in enumerate(inner.param_groups)
+        for index, param in enumerate(group["params"])
+    }
+
+
+def _not_trained(
+    inner: torch.optim.Optimizer, shards: Iterable[OptimizerShard]
+) -> list[nn.Parameter]:
+    """The optimizer's parameters that no shard updates: frozen ones."""
+    trained = {id(param) for shard in shards for param in shard.unit.params}
+    given = [param for group in inner.param_groups for param in group["params"]]
+    return [param for param in given if id(param) not in trained]
+
+
+def _stand_ins_of_groups(shards: Sequence[OptimizerShard]) -> HeldGrads:
+    """Stand-ins of one fragment of each group: enough to refuse a loop over ``params`` of a group."""
+    firsts = {
+        fragment.group: (fragment.value, shard.unit.layout.slots[fragment.index].fqn)
+        for shard in reversed(shards)
+        for fragment in reversed(shard.fragments)
+    }
+    return HeldGrads([value for value, _ in firsts.values()], [fqn for _, fqn in firsts.values()])
 
 
 def _refuse_used(inner: torch.optim.Optimizer) -> None:

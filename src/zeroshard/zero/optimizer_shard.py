@@ -43,11 +43,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.core.ledger import Ledger
-from zeroshard.core.tiers import TIERS, Span, Tier
+from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.memory import storage
-from zeroshard.offload.host_chunk import HostChunk, HostGradStore, HostStaging
-from zeroshard.offload.pager import page_nbytes
-from zeroshard.offload.tier_stores import ChunkMemory
+from zeroshard.offload.host_chunk import HostChunk, HostGradStore
 from zeroshard.optim import native_adam
 from zeroshard.optim.fragment_norms import norms_of
 from zeroshard.optim.fused_update import PIECE_NUMEL, sync_master_from_param
@@ -238,8 +236,18 @@ class OptimizerShard:
         """Whether master and state of the chunk are always in memory."""
         return chunk.page is None and not self.unit.store.tier.only_in_use
 
-    def grad_on_host(self) -> HostGradStore:
-        """The store for the reduced gradient if :attr:`is_updated_asynchronously`."""
+    def attach(self, *, stores_on_host: bool) -> None:
+        """Guard what the optimizer's groups list, and let the buffer measure its reduced gradient here.
+
+        ``stores_on_host``: and copy it to host memory, if :attr:`is_updated_asynchronously`.
+        """
+        for chunk in self.chunks:
+            chunk.guard(is_in_memory=self.is_in_memory(chunk))
+        self.buffer.measure = self.measure
+        if stores_on_host and self.is_updated_asynchronously:
+            self.buffer.store = self._grad_on_host()
+
+    def _grad_on_host(self) -> HostGradStore:
         parts = [
             (slice(chunk.begin, chunk.begin + chunk.numel), chunk.host_chunk)
             for chunk in self.chunks
@@ -407,13 +415,7 @@ def _seat(here: dict[str, Any], fragment: OwnedFragment, state_C: Mapping[str, T
     A queue gives a tensor another index in each step. It stays where it is, and the newest one gets the
     place of the one that has left.
     """
-    shaped = {
-        name: value
-        for name, value in flat(here).items()
-        if isinstance(value, Tensor)
-        and value.shape == fragment.shape
-        and (fragment.numel > 1 or name in state_C)  # of one element, a count has this shape too
-    }
+    shaped = _shaped(here, fragment, state_C)
     inside = {flat_C.untyped_storage()._cdata for flat_C in state_C.values()}
     moving = {n: v for n, v in shaped.items() if v.untyped_storage()._cdata not in inside}
     if not moving:
@@ -423,20 +425,38 @@ def _seat(here: dict[str, Any], fragment: OwnedFragment, state_C: Mapping[str, T
         for name, flat_C in state_C.items()
         if not any(_is_in(value, flat_C) for value in shaped.values())
     }
-    seated = {
-        name: fragment.of(free.pop(name)).copy_(moving[name]) for name in [*moving] if name in free
+    places = _places(moving, free)
+    for name in [name for name in moving if name not in places]:
+        warnings.warn(
+            f"the optimizer's state {name!r} was not there in the first steps of the probe, so no "
+            "place on disk was planned for it. It stays in memory.",
+            stacklevel=2,
+        )
+    seated = {name: fragment.of(place).copy_(moving[name]) for name, place in places.items()}
+    replace(here, seated.get)
+
+
+def _shaped(
+    here: dict[str, Any], fragment: OwnedFragment, state_C: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The state that has the fragment's shape. Of one element, a count has this shape too."""
+    return {
+        name: value
+        for name, value in flat(here).items()
+        if isinstance(value, Tensor)
+        and value.shape == fragment.shape
+        and (fragment.numel > 1 or name in state_C)
     }
-    for name in [name for name in moving if name not in seated]:
+
+
+def _places(moving: Mapping[str, Tensor], free: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Where tensors of state go: the free place of their name, or else one of their dtype, if any."""
+    places = {name: free.pop(name) for name in moving if name in free}
+    for name in [name for name in moving if name not in places]:
         other = next((n for n, flat_C in free.items() if flat_C.dtype == moving[name].dtype), None)
         if other is not None:
-            seated[name] = fragment.of(free.pop(other)).copy_(moving[name])
-        else:
-            warnings.warn(
-                f"the optimizer's state {name!r} was not there in the first steps of the probe, so no "
-                "place on disk was planned for it. It stays in memory.",
-                stacklevel=2,
-            )
-    replace(here, seated.get)
+            places[name] = free.pop(other)
+    return places
 
 
 def _is_in(value: Tensor, flat_C: Tensor) -> bool:
@@ -445,133 +465,3 @@ def _is_in(value: Tensor, flat_C: Tensor) -> bool:
         return False
     begin = flat_C.storage_offset() * flat_C.itemsize
     return begin <= value.storage_offset() * value.itemsize < begin + max(1, flat_C.nbytes)
-
-
-StateDtypes = Callable[[int], Mapping[str, torch.dtype]]
-"""Maps the index of a param group to the optimizer state of the parameter's shape: dtype by name."""
-
-GiveMemory = Callable[[Tier, int, Mapping[str, torch.dtype]], ChunkMemory | None]
-"""``(tier, numel, dtypes)``: memory for the flat tensors of a chunk. None: the tier gives none."""
-
-
-def make_optimizer_shard(
-    buffer: GradBuffer,
-    group_of: Mapping[int, int],
-    spans: Sequence[Span],
-    *,
-    whole: bool,
-    pager: Pager | None,
-    chunk_memory: GiveMemory,
-    state_dtypes: StateDtypes,
-    host: HostStaging | None,
-) -> OptimizerShard:
-    """Cut what this rank updates of ``buffer``'s unit into chunks, and make their masters.
-
-    ``spans``: positions and tiers of the chunks; empty: one chunk on the device. ``whole``: every rank
-    updates the whole unit (stage 0). ``group_of``: index of the param group, by ``id(param)``.
-    """
-    unit, layout = buffer.unit, buffer.unit.layout
-    low, high = layout.shard_range(unit.comm.rank)
-    if whole:
-        param_R, begin, end, own = unit.full_N, 0, layout.full_numel, (low, high)
-    else:
-        param_R, begin, end, own = unit.shard_S, low, high, (0, high - low)
-    index_of = {slot.fqn: i for i, slot in enumerate(layout.slots)}
-    owned = tuple(
-        (index_of[piece.fqn], piece.at, piece.numel)
-        for piece in layout.fragments_between(begin, end)
-    )
-    shard = OptimizerShard(unit, buffer, param_R, whole, own, owned, (), pager)
-    with shard.loaded():
-        shard.chunks = tuple(
-            _make_chunk(
-                shard,
-                begin,
-                span,
-                group_of,
-                chunk_memory=chunk_memory,
-                state_dtypes=state_dtypes,
-                host=host,
-            )
-            for span in spans or (Span(0, end - begin, Tier.DEVICE),)
-        )
-    return shard
-
-
-def _make_chunk(
-    shard: OptimizerShard,
-    shard_begin: int,
-    span: Span,
-    group_of: Mapping[int, int],
-    *,
-    chunk_memory: GiveMemory,
-    state_dtypes: StateDtypes,
-    host: HostStaging | None,
-) -> OptimizerChunk:
-    unit, layout = shard.unit, shard.unit.layout
-    whole = span.begin == 0 and span.end == shard.param_R.numel()
-    param_C = shard.param_R if whole else shard.param_R[span.begin : span.end]
-    index_of = {slot.fqn: i for i, slot in enumerate(layout.slots)}
-    pieces = list(layout.fragments_between(shard_begin + span.begin, shard_begin + span.end))
-    groups = {group_of[id(unit.params[index_of[piece.fqn]])] for piece in pieces}
-    has_master = unit.row.master != unit.row.param
-    host_chunk = None
-    if host is not None and span.tier is not Tier.DEVICE:
-        on_host = unit.store.tier is not Tier.DEVICE
-        host_chunk = host.make_chunk(param_C, on_host=on_host, shares=span.tier.only_in_use)
-    near_C = param_C if host_chunk is None else host_chunk.host_param_C
-    dtypes = {name: dtype for group in groups for name, dtype in state_dtypes(group).items()}
-    if has_master:
-        dtypes = {"": unit.row.master, **dtypes}
-    memory = chunk_memory(span.tier, param_C.numel(), dtypes)
-    page, master_C, state_C = None, near_C, {}
-    if memory is not None:
-        page, state_C = memory.page, dict(memory.views)
-        master_C = state_C.pop("", near_C)
-        if has_master:
-            _fill_master(shard, page, master_C, near_C)
-    elif has_master:
-        master_C = _copy_of(near_C, unit.row.master, host if host_chunk is not None else None)
-    fragments = []
-    for piece in pieces:
-        index = index_of[piece.fqn]
-        param, slot = unit.params[index], layout.slots[index]
-        value = master_C[piece.at : piece.at + piece.numel]
-        if piece.numel == slot.numel:
-            value = value.view(slot.shape)
-        fragments.append(
-            OwnedFragment(
-                param,
-                index,
-                group_of[id(param)],
-                piece.begin,
-                piece.at,
-                piece.numel,
-                value.detach(),
-                value.detach(),
-                value.shape,
-            )
-        )
-    return OptimizerChunk(
-        span.begin, param_C.numel(), span.tier, param_C, master_C, tuple(fragments),
-        page, state_C, host_chunk,
-    )  # fmt: skip
-
-
-def _fill_master(
-    shard: OptimizerShard, page: Page | None, master_C: Tensor, near_C: Tensor
-) -> None:
-    """Write the first values of a master into the tier's memory."""
-    if page is None:
-        master_C.copy_(near_C)
-        return
-    assert shard.pager is not None
-    with shard.pager.open(page, changed=True):
-        master_C.copy_(near_C)
-        page.filled_nbytes = page_nbytes(master_C.numel(), [master_C.dtype])
-
-
-def _copy_of(near_C: Tensor, dtype: torch.dtype, host: HostStaging | None) -> Tensor:
-    if host is None:
-        return near_C.to(dtype)
-    return host.allocate(near_C.numel(), dtype).copy_(near_C)

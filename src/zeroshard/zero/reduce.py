@@ -28,7 +28,7 @@ from zeroshard.comm.collectives import joining
 from zeroshard.errors import UsageError
 from zeroshard.memory.storage import real_view
 from zeroshard.zero.gradients import GradBuffer, report
-from zeroshard.zero.held_grads import DROP, HeldGrad, HeldGrads
+from zeroshard.zero.held_grads import DROP, GradEdit, HeldGrad, HeldGrads
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Handle
@@ -257,24 +257,30 @@ class GradReducer:
         shown = sum(len(buffer.stand_ins.shown) for buffer in self.buffers)
         found = [(buffer, buffer.stand_ins.settle(landed)) for buffer in self.buffers]
         found = [(buffer, changes) for buffer, changes in found if changes]
+        if found and self._take_over(found, shown):
+            return
+        if hides:
+            self._hide()
+
+    def _take_over(self, found: Sequence[tuple[GradBuffer, list[GradEdit]]], shown: int) -> bool:
+        """Do what was done to the ``shown`` stand-ins. Returns whether it drops all gradients."""
         for buffer, changes in found:
             done = [f"{op} {index}" for index, op, _ in changes]
             buffer.comm.recorder.note("gradients", buffer.unit.name, *done)
         # By buffer: the last change of each slot.
         ends = [(buffer, {index: op for index, op, _ in changes}) for buffer, changes in found]
         cleared = sum(op in (DROP, "zero_") for _, last in ends for op in last.values())
-        if cleared and cleared == shown:
-            self.abandon()
-            for buffer, last in ends:  # as in PyTorch, a parameter whose gradient is 0 has one
-                for index in [index for index, op in last.items() if op == "zero_"]:
-                    buffer.has_grad[index] = True
-            if self.on_dropped is not None:
-                self.on_dropped()
-            return
-        for buffer, changes in found:
-            buffer.change(changes)
-        if hides:
-            self._hide()
+        if not cleared or cleared != shown:
+            for buffer, changes in found:
+                buffer.change(changes)
+            return False
+        self.abandon()
+        for buffer, last in ends:  # as in PyTorch, a parameter whose gradient is 0 has one
+            for index in [index for index, op in last.items() if op == "zero_"]:
+                buffer.has_grad[index] = True
+        if self.on_dropped is not None:
+            self.on_dropped()
+        return True
 
     def _hide(self) -> None:
         for buffer in self.buffers:

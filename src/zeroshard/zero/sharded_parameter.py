@@ -29,6 +29,16 @@ from zeroshard.comm.dtensors import KINDS, global_of, local_of, marked_like, set
 from zeroshard.errors import ShardedAccess
 from zeroshard.zero import functorch
 from zeroshard.zero.attached import Attached
+from zeroshard.zero.function_kinds import (
+    ADDRESSES,
+    AUTOGRAD,
+    CASTS,
+    DATA_SET,
+    LAYOUT,
+    LIKE,
+    METADATA,
+    written,
+)
 
 
 class Owner(Protocol):
@@ -175,98 +185,7 @@ def mark_unsharded(
             param.data = view
 
 
-# ---------------------------------------------------------------------- kinds of functions
-
 _T = torch.Tensor
-
-
-def _named(names: str, *, of: Any = _T) -> list[Any]:
-    return [getattr(of, name) for name in names.split() if hasattr(of, name)]
-
-
-_PROPERTIES = _named(
-    "shape dtype device layout ndim requires_grad grad grad_fn is_leaf is_sparse is_meta is_cuda is_cpu "
-    "is_quantized is_nested names _version nbytes itemsize is_mps is_xpu is_mkldnn retains_grad _base "
-    "output_nr _backward_hooks _post_accumulate_grad_hooks is_sparse_csr name _grad volatile is_xla "
-    "is_vulkan is_ipu is_maia is_mtia grad_dtype"
-)
-_SETTABLE = _named(
-    "requires_grad grad names _backward_hooks _post_accumulate_grad_hooks _grad grad_dtype"
-)
-METADATA: frozenset[Any] = frozenset(
-    [p.__get__ for p in _PROPERTIES]
-    + [p.__set__ for p in _SETTABLE]
-    + [_T.grad.__delete__]  # type: ignore[union-attr]
-    + _named(
-        "size numel nelement dim ndimension element_size storage_offset is_floating_point is_complex "
-        "is_signed is_inference is_shared is_same_size get_device __len__ requires_grad_ register_hook "
-        "register_post_accumulate_grad_hook retain_grad has_names is_pinned is_conj is_neg sparse_dim "
-        "dense_dim __hash__ _is_view"
-    )
-    + _named("is_floating_point is_complex numel is_same_size is_signed is_inference is_conj is_neg",
-             of=torch)
-)  # fmt: skip
-LAYOUT: frozenset[Any] = frozenset(_named("stride is_contiguous dim_order"))
-"""Answered for the full parameter, since a placeholder has other strides."""
-LIKE: frozenset[Any] = frozenset(
-    _named("zeros_like ones_like empty_like full_like rand_like randn_like randint_like", of=torch)
-    + _named("new_zeros new_ones new_empty new_full new_tensor new_empty_strided")
-)
-"""Make new tensors of the parameter's shape, dtype and device: its values are not needed."""
-CASTS: frozenset[Any] = frozenset(
-    _named("to type cpu cuda float double half bfloat16 int long bool short byte char")
-)
-"""Give the parameter itself if nothing has to be cast."""
-
-_AUTOGRAD: frozenset[Any] = frozenset(
-    [torch.autograd.grad, torch.autograd.backward, *_named("backward")]
-)
-"""Need to know which parameter it is, not its values."""
-_ADDRESSES = frozenset(_named("untyped_storage data_ptr storage _typed_storage"))
-_DATA_SET = _T.data.__set__  # type: ignore[attr-defined]
-_RECEIVING = frozenset(
-    [
-        "all_reduce",
-        "broadcast",
-        "reduce",
-        "recv",
-        "irecv",
-        "scatter",
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_to_all",
-        "all_to_all_single",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-    ]
-)
-"""Functions of ``torch.distributed`` that write their first argument."""
-
-
-def _is_inplace(name: str) -> bool:
-    if name.startswith("__"):
-        return name.startswith("__i") and name not in (
-            "__index__",
-            "__invert__",
-            "__int__",
-            "__iter__",
-        )
-    return name.endswith("_") or name.startswith("_fused_")
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
-    """The arguments that a call is known to write, and how an error message describes the write."""
-    name = getattr(func, "__name__", "")
-    targets = args[0] if args else list(kwargs.values())  # torch.nn.init passes all by keyword
-    if func == _DATA_SET:
-        yield targets, "given other values (.data = ...)"
-    elif name == "__setitem__" or _is_inplace(name):
-        yield targets, f"written in place ({name})"
-    elif name in _RECEIVING and func.__module__.startswith("torch.distributed"):
-        yield targets, f"written by {name}"
-    yield kwargs.get("out"), f"written as out= of {name}"
-
-
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
@@ -281,39 +200,20 @@ class ShardedParameter(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = ShardedParameter  # ``cls`` may be StateEntry
         with torch._C.DisableTorchFunctionSubclass():
             # ``type()`` without argument gives the name of the tensor type; with one it is a cast.
             if func in METADATA or (func is _T.type and len(args) == 1 and not kwargs):
                 return func(*args, **kwargs)
-            used = list(_tensors_in((args, kwargs), Tensor))
-            for param in in_order(param for param in used if isinstance(param, kind)):
-                if (owner := owner_of(param)) is not None:
-                    owner.ensure_writable(param, used)
-            away = in_order(_tensors_in((args, kwargs), kind))
+            _make_writable(_tensors_in((args, kwargs), Tensor))
+            away = in_order(_tensors_in((args, kwargs), ShardedParameter))
             if not away:
                 return func(*args, **kwargs)
             if args and (answer := _without_values(func, *args, **kwargs)) is not None:
                 return answer
-            if func == _DATA_SET and _is_no_edit(*args):
+            if func == DATA_SET and _is_no_edit(*args):
                 return None
-            if func is _T.detach and args[0] in _listed:
-                return StateEntry.of(args[0])
-            if args and isinstance(args[0], StateEntry):
-                if func in _ADDRESSES:  # allowed: a tensor on the device meta has no memory
-                    return func(*args, **kwargs)
-                if func is _T.view or (func is _T.__getitem__ and isinstance(args[1], int)):
-                    rest = args[1:]
-                    return StateEntry.of(args[0], lambda whole: func(whole, *rest))
-            if func in _ADDRESSES and isinstance(args[0], kind):
-                raise ShardedAccess(
-                    f"{_described(args[0])} has no memory for its values, so it has no address "
-                    f"({func.__name__}). {_WAYS_OUT}"
-                )
-            for targets, how in _written(func, args, kwargs):
-                for param in _tensors_in(targets, kind):
-                    raise _lost_write(param, how)
-            asks = func in _AUTOGRAD
+            _refuse_memory(func, args, kwargs)
+            asks = func in AUTOGRAD
             stand_in = get_gradient_edge if asks else _full_value
             stand_ins: dict[int, Any] = {id(param): stand_in(param) for param in away}
         # Outside the block above: backward recomputes forwards, which may read other parameters.
@@ -342,10 +242,7 @@ class ShardedParameter(nn.Parameter):
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """As any write: raise unless it can be made full. ``Tensor.set_`` does not consult the class."""
-        used = [self, *_tensors_in((args, kwargs), Tensor)]
-        for param in in_order(param for param in used if isinstance(param, ShardedParameter)):
-            if (owner := owner_of(param)) is not None:
-                owner.ensure_writable(param, used)
+        _make_writable([self, *_tensors_in((args, kwargs), Tensor)])
         if type(self) is nn.Parameter:
             return self.set_(*args, **kwargs)
         raise _lost_write(self, "given other memory (set_)")
@@ -499,10 +396,10 @@ class ReadOnlyCopy(Tensor):
             # The parameter is gathered first; the call with its copy comes here again.
             return ShardedParameter.__torch_function__(func, types, args, kwargs)
         copies = list(_tensors_in((args, kwargs), cls))
-        if func not in METADATA and func not in _ADDRESSES:
+        if func not in METADATA and func not in ADDRESSES:
             for copy in copies:
                 _check_age(copy)
-            for targets, how in _written(func, args, kwargs):
+            for targets, how in written(func, args, kwargs):
                 for copy in _tensors_in(targets, cls):
                     raise _lost_write(copy, how)
         with torch._C.DisableTorchFunctionSubclass():
@@ -624,6 +521,26 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
 
 
+def _make_writable(used: Iterable[Tensor]) -> None:
+    """Make the parameters among the tensors of an operation full, if they may be written now."""
+    used = list(used)
+    for param in in_order(param for param in used if isinstance(param, ShardedParameter)):
+        if (owner := owner_of(param)) is not None:
+            owner.ensure_writable(param, used)
+
+
+def _refuse_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a call that writes a sharded parameter or asks for its address."""
+    if func in ADDRESSES and isinstance(args[0], ShardedParameter):
+        raise ShardedAccess(
+            f"{_described(args[0])} has no memory for its values, so it has no address "
+            f"({func.__name__}). {_WAYS_OUT}"
+        )
+    for targets, how in written(func, args, kwargs):
+        for param in _tensors_in(targets, ShardedParameter):
+            raise _lost_write(param, how)
+
+
 def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
     """The answer to a call that needs only shape, dtype and device of the parameter, else None."""
     if not isinstance(param, ShardedParameter):
@@ -637,6 +554,17 @@ def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
         nothing = torch.empty(0, dtype=param.dtype, device=param.device)
         if not any(True for _ in _tensors_in((args, kwargs), ShardedParameter)):
             return param if func(nothing, *args, **kwargs) is nothing else None
+    if func is _T.detach and param in _listed:
+        return StateEntry.of(param)
+    return _of_entry(func, param, *args, **kwargs) if isinstance(param, StateEntry) else None
+
+
+def _of_entry(func: Any, entry: StateEntry, *args: Any, **kwargs: Any) -> Any:
+    """The address of an entry, or an entry for a view of it; None for any other call."""
+    if func in ADDRESSES:  # allowed: a tensor on the device meta has no memory
+        return func(entry, *args, **kwargs)
+    if func is _T.view or (func is _T.__getitem__ and isinstance(args[0], int)):
+        return StateEntry.of(entry, lambda whole: func(whole, *args))
     return None
 
 

@@ -173,14 +173,32 @@ class Unit:
         self._versions: _unsafe_preserve_version_counter | None = None
         self._weak_self = weakref.ref(self)
 
+        self._make_storage(device)
+        part = self.full_N
+        if not resident:
+            room = room or (lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device))
+            part = room(layout.shard_numel, row.param)
         low, high = layout.shard_range(comm.rank)
-        make = torch.zeros if resident else torch.empty
-        self.full_N = make(layout.full_numel, dtype=row.param, device=device)
+        scatterer = ParamScatterer(
+            layout, part, 0 if resident else low, comm=comm, name=name, device=device
+        )
+        self._adopt_all(params, scatterer)
+        self.shard_S = part[low:high] if resident else part
+        self.store = store_of(self.shard_S)
+        ledger.hold("parameters", name, part.nbytes, self.store.tier)
+        if not resident:
+            free([self])
+
+    def _make_storage(self, device: torch.device) -> None:
+        """Make ``full_N`` and its views. It has memory from now on if the unit is resident."""
+        layout = self.layout
+        make = torch.zeros if self.resident else torch.empty
+        self.full_N = make(layout.full_numel, dtype=self.row.param, device=device)
         self._views = [
             self.full_N[slot.start : slot.stop].view(slot.shape) for slot in layout.slots
         ]
         # Like all views, valid only while the storage has memory.
-        self.own_part_S = self.full_N[low:high]
+        self.own_part_S = self.full_N[slice(*layout.shard_range(self.comm.rank))]
         self.full_nbytes = self.full_N.nbytes
         # Equal for every view of full_N.
         self.storage_id: int = self.full_N.untyped_storage()._cdata
@@ -191,21 +209,14 @@ class Unit:
         # Uses of the storage besides those of full parameters that do not forbid to free it.
         self.expected_uses = self._count_uses()
         self.is_allocated = True  # full_N has memory
-        if not resident:
+        if not self.resident:
             self._free()  # memory was needed only to make the views
-        part = self.full_N
-        if not resident:
-            part = (
-                torch.zeros(layout.shard_numel, dtype=row.param, device=device)
-                if room is None
-                else room(layout.shard_numel, row.param)
-            )
-        scatterer = ParamScatterer(
-            layout, part, 0 if resident else low, comm=comm, name=name, device=device
-        )
+
+    def _adopt_all(self, params: Iterable[nn.Parameter], scatterer: ParamScatterer) -> None:
+        """Take the parameters over, and note what tells later whether one is in its place."""
         self.params = tuple(
             self._adopt(param, slot, view, scatterer)
-            for param, slot, view in zip(params, layout.slots, self._views, strict=True)
+            for param, slot, view in zip(params, self.layout.slots, self._views, strict=True)
         )
         self._placeholders = [sharded_parameter.nan_placeholder(param) for param in self.params]
         self._kinds = [type(param) for param in self.params]
@@ -220,11 +231,6 @@ class Unit:
         self.param_uses = len(self.params) - len(distributed(self.params))
         self.saved_of: dict[int, int] = {}  # new uses after a forward: views that autograd saved
         scatterer.finish()
-        self.shard_S = part[low:high] if resident else part
-        self.store = store_of(self.shard_S)
-        ledger.hold("parameters", name, part.nbytes, self.store.tier)
-        if not resident:
-            free([self])
 
     def _adopt(
         self, param: nn.Parameter, slot: Slot, view: Tensor, scatterer: ParamScatterer

@@ -1,0 +1,399 @@
+"""Builds the parts of an engine that train: plans what they need, checks for room, and allocates it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.dtensors import local_of
+from zeroshard.config import Config
+from zeroshard.core.layout import is_split
+from zeroshard.core.ledger import Ledger
+from zeroshard.core.nbytes import UnitBytes, state_nbytes
+from zeroshard.core.stages import STAGES, Stage
+from zeroshard.core.tiers import Tier
+from zeroshard.engine.draft import Draft
+from zeroshard.engine.free_memory import check_memory, new_nbytes, passing_nbytes
+from zeroshard.engine.optimizer_step import Accumulation
+from zeroshard.engine.pipeline_traffic import (
+    PipelineTraffic,
+    RankMemory,
+    agreed_traffic,
+    facts_of,
+)
+from zeroshard.engine.plan_line import PlannedRun, search_lines
+from zeroshard.engine.remedies import Run, is_offloaded
+from zeroshard.engine.runtime import ZeroRuntime
+from zeroshard.engine.tied_units import gathers_of, reductions_of
+from zeroshard.engine.unit_plan import UnitSpec, plan_bytes
+from zeroshard.offload.async_update import AsyncUpdateWorker
+from zeroshard.offload.capacity_check import check_capacity
+from zeroshard.offload.offload_plan import (
+    OffloadPlan,
+    check_device,
+    disk_buffer_nbytes,
+    plan_offload,
+    shaped_state,
+)
+from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
+from zeroshard.optim.twin import rebind
+from zeroshard.session.session import CommSession
+from zeroshard.zero.copy_sums import CopySums
+from zeroshard.zero.gradients import GradBuffer
+from zeroshard.zero.life import Life
+from zeroshard.zero.optimizer import ShardedOptimizer
+from zeroshard.zero.prefetch import Prefetcher, WrappedModule
+from zeroshard.zero.reduce import MAX_IN_FLIGHT, GradReducer
+from zeroshard.zero.unit import Unit
+
+FirstValues = Callable[[str, nn.Module], None]
+"""Gives a module, after its name, the first values of what it has on the meta device."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Frame:
+    """What all parts of one runtime share while they are built."""
+
+    draft: Draft
+    watch: CommSession
+    offload_plan: OffloadPlan
+    plan: list[UnitBytes]
+    stores: Stores
+    ledger: Ledger
+    life: Life
+    traffic: PipelineTraffic
+
+    @property
+    def config(self) -> Config:
+        """The resolved configuration."""
+        return self.draft.loaded.config
+
+    @property
+    def stage(self) -> Stage:
+        """The row of the configuration's stage."""
+        return STAGES[self.config.zero_optimization.stage]
+
+
+def _in_order(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
+    """The specs with those first that run around all other modules and are reduced last: the root's."""
+    return sorted(specs, key=lambda spec: not spec.is_outermost)
+
+
+def build_runtime(
+    draft: Draft, watch: CommSession, accumulation: Accumulation, draw: FirstValues
+) -> ZeroRuntime:
+    """Move the model's parameters into units and compose what acts on them. Collective.
+
+    The values are those of rank 0. At stage 3 a unit is sharded before the next one is built. So no rank
+    holds more than its shards and one unit, if the model was sharded before or is on the meta device.
+    """
+    model, specs, optimizer = draft.model, draft.specs, draft.optimizer
+    config = draft.loaded.config
+    stage = STAGES[config.zero_optimization.stage]
+    offload_plan = _plan_offload(draft, watch)
+    plan = _plan_bytes(draft, watch, accumulation, offload_plan)
+    forecast = _check_room(draft, watch, offload_plan, plan)
+    traffic = _traffic(draft, watch, plan, stage)
+    ledger, life = Ledger(), Life()
+    stores = Stores(config, ledger, offload_plan, draft.device)
+    frame = _Frame(draft, watch, offload_plan, plan, stores, ledger, life, traffic)
+    with contextlib.ExitStack() as undo:
+        # An error keeps alive what was built, so without this disk space would be freed late.
+        undo.callback(stores.close, wait=False)
+        units = _build_units(model, frame, undo, draw)
+        prefetcher = _build_prefetcher(model, units, frame)
+        reducer = _build_reducer(units, frame)
+        sharded = None if optimizer is None else _build_optimizer(optimizer, reducer, frame)
+        undo.pop_all()
+    return ZeroRuntime(
+        stage, units, prefetcher.wrapped_modules, prefetcher, reducer, sharded, ledger, plan,
+        stores, forecast, life, traffic,
+        [unit for spec, unit in zip(specs, units, strict=True) if spec.pipeline_stage is None],
+    )  # fmt: skip
+
+
+def _plan_offload(draft: Draft, watch: CommSession) -> OffloadPlan:
+    in_order = _in_order(draft.specs)
+    trained = [spec for spec in in_order if spec.trainable and draft.optimizer is not None]
+    copies = has_copy_streams(draft.device)
+    offload_plan = plan_offload(
+        {spec.name: spec.layout for spec in in_order},
+        {spec.name: spec.row for spec in trained},
+        draft.loaded.config,
+        rank_of={spec.name: gathers_of(spec, watch).rank for spec in in_order}.__getitem__,
+        whole=not all(probe.elementwise for probe in draft.probes.values()),
+        has_copy_streams=copies,
+    )
+    check_device(offload_plan, has_copy_streams=copies)
+    return offload_plan
+
+
+def _plan_bytes(
+    draft: Draft, watch: CommSession, accumulation: Accumulation, offload_plan: OffloadPlan
+) -> list[UnitBytes]:
+    stage = STAGES[draft.loaded.config.zero_optimization.stage]
+    plan = plan_bytes(
+        draft.specs,
+        dict(draft.model.named_parameters()),
+        draft.optimizer,
+        draft.probes,
+        many=accumulation.expects_more(),
+        shards_grads=stage.shards_grads,
+        offload_plan=offload_plan,
+    )
+    return [
+        replace(row, rank=gathers_of(spec, watch).rank) if spec.tie else row
+        for spec, row in zip(draft.specs, plan, strict=True)
+    ]
+
+
+def _check_room(
+    draft: Draft, watch: CommSession, offload_plan: OffloadPlan, plan: Sequence[UnitBytes]
+) -> list[str]:
+    """Check that hosts, disks and devices have room. Collective. Returns the forecast in words."""
+    config, device = draft.loaded.config, draft.device
+    stage = STAGES[config.zero_optimization.stage]
+    forecast = []
+    states = state_nbytes(plan, stage, watch.gathers.rank)
+    if offload_plan.is_offloaded:
+        forecast = check_capacity(
+            states, offload_plan, config, watch.world, draft.rank_info, device,
+            disk_buffer_nbytes=disk_buffer_nbytes(
+                plan,
+                offload_plan,
+                draft.probes,
+                shards_params=stage.shards_params,
+                has_copy_streams=has_copy_streams(device),
+            ),
+        )  # fmt: skip
+    if device.type != "cpu" or not offload_plan.is_offloaded:
+        passing = _passing(_in_order(draft.specs), stage, watch)
+        missing = new_nbytes(states, draft.model, device, passing)
+        on_device = sum(nbytes for (_, tier), nbytes in states.items() if tier is Tier.DEVICE)
+        forecast += check_memory(
+            missing,
+            on_device + passing - missing,
+            watch.world,
+            draft.rank_info.rank,
+            device,
+            _states_only(plan, config, device),
+            partial(search_lines, _planned_run(draft)),
+        )
+    return forecast
+
+
+def _passing(in_order: Sequence[UnitSpec], stage: Stage, watch: CommSession) -> int:
+    spec = next((spec for spec in in_order if spec.trainable), None)
+    if spec is None:
+        return 0
+    comm = reductions_of(spec, watch)
+    has_scratch = hasattr(comm, "scratch_nbytes")
+    return passing_nbytes(spec.layout, spec.row, stage, ranks=comm.size, has_scratch=has_scratch)
+
+
+def _planned_run(draft: Draft) -> PlannedRun:
+    """A run of which no forward has begun, for a command line."""
+    settings = draft.loaded.config
+    assert settings.train_micro_batch_size_per_gpu is not None  # computed where it is not given
+    return PlannedRun(
+        draft.model, draft.loaded, draft.optimizer, draft.mesh, draft.rank_info,
+        draft.device.type != "cpu", settings.train_micro_batch_size_per_gpu,
+        settings.gradient_accumulation_steps or 1,
+    )  # fmt: skip
+
+
+def _states_only(plan: Sequence[UnitBytes], config: Config, device: torch.device) -> Run:
+    """The run for a choice of remedies while nothing but its states is known, as of its first rank."""
+    zero = config.zero_optimization
+    return Run(
+        units=plan,
+        accumulated=plan,
+        rank=0,
+        stage=int(zero.stage),
+        micro_batch=1,
+        accumulation=1,
+        activation_nbytes=0,
+        has_host=device.type != "cpu",
+        checkpointing="",
+        offloads_optimizer=is_offloaded(zero.offload_optimizer),
+        offloads_params=is_offloaded(zero.offload_param),
+        block_nbytes=0,
+    )
+
+
+def _traffic(
+    draft: Draft, watch: CommSession, plan: Sequence[UnitBytes], stage: Stage
+) -> PipelineTraffic:
+    """How often a pipeline gathers and reduces. Collective if it is to be chosen."""
+
+    def facts() -> RankMemory:
+        return facts_of(
+            draft.specs,
+            plan,
+            state_nbytes(plan, stage, watch.gathers.rank),
+            stage,
+            draft.device,
+            shares=watch.gathers.size if draft.mesh.pipeline > 1 else 1,
+            rank=draft.rank_info.rank,
+        )
+
+    return agreed_traffic(
+        draft.model,
+        facts,
+        watch.world,
+        draft.device,
+        micro_batches=draft.loaded.config.gradient_accumulation_steps or 1,
+    )
+
+
+def _build_units(
+    model: nn.Module, frame: _Frame, undo: contextlib.ExitStack, draw: FirstValues
+) -> list[Unit]:
+    positions = {id(param): at for at, param in enumerate(model.parameters())}
+    params, modules = dict(model.named_parameters()), dict(model.named_modules())
+    stores, device = frame.stores, frame.draft.device
+    units = []
+    for spec in frame.draft.specs:
+        comm = gathers_of(spec, frame.watch)
+        unit = Unit(
+            spec.name,
+            spec.layout,
+            _members(modules, spec, device, frame.watch.tensor, draw),
+            positions=[positions[id(params[slot.fqn])] for slot in spec.layout.slots],
+            row=spec.row,
+            trainable=spec.trainable,
+            # On one rank the shard is the whole unit, and gathering would only make a copy.
+            resident=not frame.stage.shards_params
+            or (comm.size == 1 and frame.offload_plan.tier_of(spec.name) is Tier.DEVICE),
+            comm=comm,
+            ledger=frame.ledger,
+            device=device,
+            store_of=partial(stores.stores_of_unit(spec.name).shard_store, spec.name),
+            room=stores.stores_of_unit(spec.name).allocate,
+            has_copies=not frame.draft.mesh.is_data_only,
+            group=spec.group,
+        )
+        units.append(unit)
+        undo.callback(unit.close, wait=False)
+    return units
+
+
+def _build_prefetcher(model: nn.Module, units: Sequence[Unit], frame: _Frame) -> Prefetcher:
+    zero, modules = frame.config.zero_optimization, dict(model.named_modules())
+    units_of: dict[str, list[Unit]] = defaultdict(list)
+    for spec, unit in zip(frame.draft.specs, units, strict=True):
+        units_of[spec.wrapped].append(unit)
+    inner = [fqn for fqn in dict.fromkeys(spec.wrapped for spec in frame.draft.specs) if fqn]
+    return Prefetcher(
+        [WrappedModule(fqn or "root", modules[fqn], tuple(units_of[fqn])) for fqn in [*inner, ""]],
+        prefetch_numel=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
+        live_numel=zero.stage3_max_live_parameters,
+        reuse_numel=zero.stage3_max_reuse_distance,
+    )
+
+
+def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
+    zero, stage, device = frame.config.zero_optimization, frame.stage, frame.draft.device
+    unit_of = {unit.name: unit for unit in units}
+    nbytes_of = {spec.name: row for spec, row in zip(frame.draft.specs, frame.plan, strict=True)}
+    buffers = [
+        GradBuffer(
+            unit_of[spec.name],
+            comm=reductions_of(spec, frame.watch),
+            ledger=frame.ledger,
+            transient=stage.shards_grads or not nbytes_of[spec.name].grad_nbytes,
+            rest=frame.stores.grad_store_of(
+                spec.name, nbytes_of[spec.name].stored_grad_nbytes * spec.layout.shard_numel
+            ),
+            pipeline_stage=spec.pipeline_stage,
+            # On a device one copy of all gradients costs less than several, and the room is there.
+            group_numel=frame.config.unit_max_numel if has_copy_streams(device) else None,
+        )
+        for spec in _in_order(frame.draft.specs)
+        if spec.trainable
+    ]
+    watch = frame.watch
+    return GradReducer(
+        buffers,
+        eager=stage.shards_grads and frame.traffic.reduce == "micro_batch",
+        whole=not stage.shards_optimizer,
+        in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
+        predivide=predivide(
+            frame.config,
+            frame.draft.coordinate.dp_size,
+            {buffer.unit.row.reduce for buffer in buffers},
+        ),
+        copy_sums=[
+            CopySums(copies, watch.gathers, buffers, zero.reduce_bucket_size)
+            for copies in watch.copies
+        ],
+    )
+
+
+def _build_optimizer(
+    optimizer: torch.optim.Optimizer, reducer: GradReducer, frame: _Frame
+) -> ShardedOptimizer:
+    stores, found = frame.stores, frame.draft.probes
+    host = stores.host_staging()
+    worker = None
+    if host is not None:
+        threads = update_threads(frame.draft.device, frame.draft.rank_info)
+        worker = AsyncUpdateWorker(frame.draft.device, threads=threads, delayed=stores.is_delayed)
+    return ShardedOptimizer(
+        optimizer,
+        reducer.buffers,
+        spans=[frame.offload_plan.spans_of(buffer.unit.name) for buffer in reducer.buffers],
+        shards_optimizer=frame.stage.shards_optimizer,
+        ledger=frame.ledger,
+        life=frame.life,
+        rebind=rebind,
+        compiles=frame.config.compile_update,
+        pager=stores.pager(found),
+        chunk_memory=stores.chunk_memory,
+        state_dtypes=lambda buffer: partial(shaped_state, found[buffer.unit.row.master]),
+        host=host,
+        worker=worker,
+    )
+
+
+def _members(
+    modules: Mapping[str, nn.Module],
+    spec: UnitSpec,
+    device: torch.device,
+    tensor: Comm | None,
+    draw: FirstValues,
+) -> Iterator[nn.Parameter]:
+    """The unit's parameters. Those on the meta device get their values right before they are yielded.
+
+    ``tensor``: connects the tensor group. What the group holds whole gets the values of its first rank.
+    """
+    for slot in spec.layout.slots:
+        name, _, leaf = slot.fqn.rpartition(".")
+        draw(name, modules[name])
+        param = modules[name]._parameters[leaf]
+        assert param is not None
+        if tensor is not None and not is_split(slot):
+            values = local_of(param).detach().to(device).contiguous()
+            tensor.broadcast(values, 0, name=slot.fqn).wait()
+            with torch.no_grad():
+                local_of(param).copy_(values)
+        yield param
+
+
+def predivide(config: Config, dp_size: int, reduced: Collection[torch.dtype]) -> float:
+    """What local gradients are divided by before they are reduced. ``reduced``: their dtypes then.
+
+    A sum over ranks in fp16 overflows at 65,504, whatever the number of ranks, so there the mean is taken
+    before. Otherwise the loss scale would be lower the more ranks there are.
+    """
+    factor = config.gradient_predivide_factor
+    if config.prescale_gradients or (factor == 1.0 and torch.float16 in reduced):
+        return float(dp_size)
+    return factor

@@ -1,0 +1,239 @@
+"""Finds out what a model's own forward does with its blocks, by running it on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from zeroshard.errors import UnsupportedError
+from zeroshard.parallel.other_stages import After, Before, ForwardLeft, Shell
+from zeroshard.parallel.whole_copy import whole_copy
+
+NOT_FOLLOWED = "so this model cannot be cut without order="
+
+
+class _Probe(Shell):
+    """Runs a block. ``note`` gets what it was given and what it returned, and may replace the latter."""
+
+    def __init__(self, block: nn.Module, note: Callable[[Any, Any], Any]) -> None:
+        super().__init__(block)
+        self.block, self._note = block, note
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._note((args, kwargs), self.block(*args, **kwargs))
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Answers questions of the host about the values of a tensor that has none.
+
+    Models ask whether a mask masks anything: it does. Routers ask which tokens an expert gets: all. The
+    meta device of torch multiplies groups of matrices in bf16 only.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not args or not isinstance(args[0], Tensor) or not args[0].is_meta:
+            return func(*args, **kwargs)
+        if func in (Tensor.__bool__, Tensor.__contains__):
+            return True
+        if func in (torch.nonzero, Tensor.nonzero):
+            found = _all_places(args[0])
+            return found.unbind(1) if kwargs.get("as_tuple") else found
+        if func is torch.where and len(args) == 1 and not kwargs:
+            return _all_places(args[0]).unbind(1)
+        if getattr(func, "__name__", "") in ("_grouped_mm", "grouped_mm"):
+            dtype = args[0].dtype
+            args, kwargs = tree_map(_in_bf16, (args, kwargs))
+            return func(*args, **kwargs).to(dtype)
+        return func(*args, **kwargs)
+
+
+def _all_places(x: Tensor) -> Tensor:
+    """What ``torch.nonzero`` returns if nothing is zero: shape ``(numel, dim)``."""
+    return torch.empty((x.numel(), x.dim()), dtype=torch.int64, device=x.device)
+
+
+def _in_bf16(value: Any) -> Any:
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(torch.bfloat16) if is_float else value
+
+
+class ForwardTrace:
+    """Runs a copy of a model on the meta device, as a whole or one stage of it.
+
+    ``parent``: the name of the list of blocks. ``example``: inputs by name; only their shapes and dtypes
+    are used. ``stand_ins``: the parameters of the copy, by the ids of the model's own.
+    """
+
+    def __init__(self, model: nn.Module, parent: str, example: Mapping[str, Any]) -> None:
+        copied, tensors = whole_copy(model, requires_grad=True)
+        self.stand_ins: dict[int, Tensor] = {
+            id(param): tensors[id(param)] for param in model.parameters()
+        }
+        self.model = copied.eval()  # without activation checkpointing
+        self.blocks = self.model.get_submodule(parent)
+        self.parent = parent
+        self.example = {
+            name: value.to("meta") if isinstance(value, Tensor) else value
+            for name, value in example.items()
+        }
+        self.calls: list[tuple[Any, Any]] = []  # what each block was given and returned, in order
+        self._follow()
+
+    def run(self, modules: Sequence[nn.Module]) -> Any:
+        """The output with these modules as blocks."""
+        before = dict(self.blocks._modules)
+        self.blocks._modules.update(zip(before, modules, strict=True))
+        try:
+            with torch.enable_grad(), _WithoutValues():
+                return self.model(**self.example)
+        except ForwardLeft as left:
+            return left.hidden
+        finally:
+            self.blocks._modules.update(before)
+
+    def _follow(self) -> None:
+        """Run the whole model, and check that each block takes what the one before it returned."""
+        marks, output = self._run_marked()
+        self._check_chain()
+        if not marks:
+            return
+        calls = self.calls
+        self.model.train()  # may use more than in evaluation, such as logits of routers
+        more, trained = self._run_marked()
+        self.model.eval()
+        self.calls = calls
+        used = {id(leaf) for given, _ in calls for leaf in tree_flatten(given)[0]}
+        used |= leaves_of(output) | leaves_of(trained)
+        marks += more
+        if not used.isdisjoint(map(id, marks)) or not all(mark.requires_grad for mark in marks):
+            raise UnsupportedError(
+                f"the blocks of {self.parent!r} return several tensors that the model may use later. "
+                f"Only hidden states are sent to the next stage, {NOT_FOLLOWED}."
+            )
+
+    def _run_marked(self) -> tuple[list[Tensor], Any]:
+        """Run the whole model, and note ``calls``. Returns marks, and the output.
+
+        A mark replaces each tensor that a block returns beside the hidden states, such as attention
+        weights. What depends on one has it in its graph.
+        """
+        self.calls = []
+        order: list[int] = []
+        marks: list[Tensor] = []
+
+        def note(at: int, given: Any, returned: Any) -> Any:
+            leaves, spec = tree_flatten(returned)
+            tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            for index in tensors[1:]:
+                mark = torch.empty_like(leaves[index])
+                marks.append(mark.requires_grad_(mark.is_floating_point()))
+                leaves[index] = mark
+            returned = tree_unflatten(leaves, spec)
+            order.append(at)
+            self.calls.append((given, returned))
+            return returned
+
+        entries = list(self.blocks.children())
+        try:
+            output = self.run(
+                [_Probe(block, partial(note, at)) for at, block in enumerate(entries)]
+            )
+        except Exception as error:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} could not be followed: its forward raised "
+                f"{type(error).__name__}: {error}. It was run on the meta device, without values, with "
+                f"inputs {sorted(self.example)}. Pass other inputs in example=, or the order of its "
+                "submodules in order=."
+            ) from error
+        if order != list(range(len(entries))):
+            raise UnsupportedError(
+                f"the forward of {type(self.model).__name__} runs the entries of {self.parent!r} in the "
+                f"order {order}, and not each once, {NOT_FOLLOWED}."
+            )
+        return marks, output
+
+    def _check_chain(self) -> None:
+        shapes = []
+        for at, (_, returned) in enumerate(self.calls):
+            leaves, spec = tree_flatten(returned)
+            tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            if not tensors:
+                raise UnsupportedError(
+                    f"block {self.parent}.{at} returned no hidden states, {NOT_FOLLOWED}."
+                )
+            shapes.append(
+                (spec, tensors[0], [None if i in tensors else x for i, x in enumerate(leaves)])
+            )
+        self.spec, self.index, self.others = shapes[0]
+        if any(shape != shapes[0] for shape in shapes):
+            raise UnsupportedError(
+                f"the blocks of {self.parent!r} do not all return the same structure, {NOT_FOLLOWED}."
+            )
+
+    def place_of_input(self, at: int) -> int:
+        """Where block ``at`` takes what the block before it returned: an index into all its arguments.
+
+        Raises:
+            UnsupportedError: the model changes it on the way.
+        """
+        hidden = tree_flatten(self.calls[at - 1][1])[0][self.index]
+        leaves = tree_flatten(self.calls[at][0])[0]
+        found = [index for index, leaf in enumerate(leaves) if leaf is hidden]
+        if len(found) != 1:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} cannot be cut before {self.parent}.{at}: the block does "
+                "not take exactly what the block before it returned, since the model computes "
+                "something between them. Cut elsewhere."
+            )
+        return found[0]
+
+    def around(
+        self, blocks: Sequence[nn.Module], low: int, high: int, received: list[Tensor]
+    ) -> list[nn.Module]:
+        """``blocks`` with others than those from ``low`` to ``high`` replaced."""
+        if low:
+            self.place_of_input(low)
+        after = partial(_taken_at, self.place_of_input(high) if high < len(blocks) else 0)
+        return [
+            *(Before(block, self.returned, received) for block in blocks[:low]),
+            *blocks[low:high],
+            *(After(block, after) for block in blocks[high:]),
+        ]
+
+    def returned(self, hidden: Tensor) -> Any:
+        """What a block returns, with these hidden states."""
+        leaves = list(self.others)
+        leaves[self.index] = hidden
+        return tree_unflatten(leaves, self.spec)
+
+
+def _taken_at(place: int, args: Any, kwargs: Any) -> Tensor:
+    hidden: Tensor = tree_flatten((args, kwargs))[0][place]
+    return hidden
+
+
+def leaves_of(output: Any) -> set[int]:
+    """The ids of the tensors without ``grad_fn`` that the graph of an output begins with."""
+    found: set[int] = set()
+    flat = tree_flatten(output)[0] if not isinstance(output, Mapping) else list(output.values())
+    stack = [t.grad_fn for t in flat if isinstance(t, Tensor) and t.grad_fn is not None]
+    found |= {id(t) for t in flat if isinstance(t, Tensor) and t.is_leaf}
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return found
