@@ -7,7 +7,7 @@ fills it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,37 +61,49 @@ def match(
     Raises:
         CheckpointError: shapes differ or, with ``strict``, partners are missing. The text lists them.
     """
-    by_name = {n: fqn for fqn, p in source.parameters.items() for n in (fqn, *p.aliases)}
+    by_name = _by_name(source.parameters)
     names = {
         fqn: saved
         for fqn in shapes
-        if (saved := by_name.get(fqn)) is not None
-        and (VALUE in source.parameters[saved].tensors or source.parameters[saved].digest)
+        if (saved := by_name.get(fqn)) is not None and _has_partner(source.parameters[saved])
     }
-    wrong = [
-        f"{fqn!r} has shape {list(shapes[fqn])}, but was saved with "
-        f"{list(source.parameters[saved].shape)}"
-        for fqn, saved in names.items()
-        if tuple(source.parameters[saved].shape) != tuple(shapes[fqn])
-    ]
+    wrong = [*_other_shapes(source, shapes, names)]
     left = tuple(fqn for fqn in shapes if fqn not in names)
     taken = {*names.values(), *(by_name[fqn] for fqn in elsewhere if fqn in by_name)}
     surplus = tuple(fqn for fqn in source.parameters if fqn not in taken)
-    if strict and left:
-        wrong.append(f"the checkpoint does not have {_some(left)}")
-    if strict and surplus:
-        wrong.append(f"the model does not have {_some(surplus)}")
+    if strict:
+        sides = (("the checkpoint", left), ("the model", surplus))
+        wrong += [f"{side} does not have {_some(lacks)}" for side, lacks in sides if lacks]
     if wrong:
-        hint = (
-            " load_module_strict=False loads the parameters whose names match."
-            if left or surplus
-            else ""
-        )
-        raise CheckpointError(
-            f"{source.path} was saved from another model: "
-            f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}.{hint}"
-        )
+        raise _other_model(source, wrong, some_match=bool(left or surplus))
     return Match(names, left, surplus)
+
+
+def _other_model(source: Source, wrong: Sequence[str], *, some_match: bool) -> CheckpointError:
+    more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+    hint = " load_module_strict=False loads the parameters whose names match." if some_match else ""
+    return CheckpointError(
+        f"{source.path} was saved from another model: {'; '.join(wrong[:5])}{more}.{hint}"
+    )
+
+
+def _by_name(parameters: Mapping[str, SavedParameter]) -> dict[str, str]:
+    """Every name of a parameter -> the one under which it was saved."""
+    return {n: fqn for fqn, saved in parameters.items() for n in (fqn, *saved.aliases)}
+
+
+def _has_partner(saved: SavedParameter) -> bool:
+    """Whether a parameter of a model can be loaded from this one, or compared with it."""
+    return VALUE in saved.tensors or saved.digest is not None
+
+
+def _other_shapes(
+    source: Source, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str]
+) -> Iterator[str]:
+    for fqn, saved in names.items():
+        there = source.parameters[saved].shape
+        if tuple(there) != tuple(shapes[fqn]):
+            yield f"{fqn!r} has shape {list(shapes[fqn])}, but was saved with {list(there)}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -106,7 +118,7 @@ def needed_files(
 
     ``own``: the saved rank whose buffers it reads. ``ranks``: the saved ranks whose state it reads.
     """
-    by_name = {n: fqn for fqn, p in manifest.parameters.items() for n in (fqn, *p.aliases)}
+    by_name = _by_name(manifest.parameters)
     found = {manifest.shared_file} if manifest.files else set()
     found |= {manifest.rank_files[rank] for rank in ranks if manifest.rank_files}
     found |= {buffer.files[own % len(buffer.files)] for buffer in manifest.buffers.values()}

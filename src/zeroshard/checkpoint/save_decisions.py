@@ -275,40 +275,10 @@ def merge(
     Raises:
         CheckpointError: ranks describe a parameter or a buffer differently, or no rank saved a parameter.
     """
-    files: list[SavedFile] = []
-    found: _Found = {}
-    main: list[int] = []
-    for part in reports:
-        main.append(len(files))
-        for file in part["files"]:
-            for fqn, tensor, dtype, begin, numel, box in file["rows"]:
-                key = None if box is None else Box(*map(tuple, box))
-                parts = found.setdefault(fqn, {}).setdefault(tensor, (dtype, {}))[1]
-                parts.setdefault(key, []).append(SavedFragment(len(files), begin, numel))
-            files.append(SavedFile(name=file["name"], nbytes=file["nbytes"], crc32=file["crc32"]))
+    files, found, main = _written(reports)
     if reused is not None:
         _refer(reused, decision.frozen_name, files, found)
-    scalars = merged(part["scalars"] for part in reports)
-    groups = merged(part["groups"] for part in reports)
-    parameters = {}
-    for fqn, facts in _agreed("parameter", [part["parameters"] for part in reports]).items():
-        is_stored = facts["trained"] or decision.frozen != "none"
-        if 0 in facts["shape"] and is_stored:
-            found.setdefault(fqn, {})[VALUE] = (facts["dtype"], {})
-        if is_stored and VALUE not in found.get(fqn, {}):
-            raise CheckpointError(f"no rank has saved parameter {fqn!r}.")
-        parameters[fqn] = SavedParameter(
-            shape=tuple(facts["shape"]),
-            trained=facts["trained"],
-            group=groups.get(fqn),
-            aliases=tuple(facts["aliases"]),
-            tensors={
-                tensor: _saved_tensor(dtype, parts)
-                for tensor, (dtype, parts) in found.get(fqn, {}).items()
-            },
-            scalars=scalars.get(fqn, {}),
-            digest=decision.digests.get(fqn),
-        )
+    parameters = _saved_parameters(reports, decision, found)
     shared_file = next(at for at, file in enumerate(files) if file.name == SHARED_FILE)
     return Manifest(
         tag=decision.tag,
@@ -328,6 +298,52 @@ def merge(
         mesh=metadata.mesh or None,
         dp_ranks=tuple(metadata.dp_ranks),
     )
+
+
+def _written(reports: Sequence[Mapping[str, Any]]) -> tuple[list[SavedFile], _Found, list[int]]:
+    """The files that the ranks wrote, the fragments in them, and the first file of each rank."""
+    files: list[SavedFile] = []
+    found: _Found = {}
+    main: list[int] = []
+    for part in reports:
+        main.append(len(files))
+        for file in part["files"]:
+            for fqn, tensor, dtype, begin, numel, box in file["rows"]:
+                key = None if box is None else Box(*map(tuple, box))
+                parts = found.setdefault(fqn, {}).setdefault(tensor, (dtype, {}))[1]
+                parts.setdefault(key, []).append(SavedFragment(len(files), begin, numel))
+            files.append(SavedFile(name=file["name"], nbytes=file["nbytes"], crc32=file["crc32"]))
+    return files, found, main
+
+
+def _saved_parameters(
+    reports: Sequence[Mapping[str, Any]], decision: SaveDecision, found: _Found
+) -> dict[str, SavedParameter]:
+    """The rows of all parameters. Adds values without elements, which have no fragments, to ``found``.
+
+    Raises:
+        CheckpointError: ranks describe a parameter differently, or none saved it.
+    """
+    scalars = merged(part["scalars"] for part in reports)
+    groups = merged(part["groups"] for part in reports)
+    parameters = {}
+    for fqn, facts in _agreed("parameter", [part["parameters"] for part in reports]).items():
+        is_stored = facts["trained"] or decision.frozen != "none"
+        if 0 in facts["shape"] and is_stored:
+            found.setdefault(fqn, {})[VALUE] = (facts["dtype"], {})
+        tensors = found.get(fqn, {})
+        if is_stored and VALUE not in tensors:
+            raise CheckpointError(f"no rank has saved parameter {fqn!r}.")
+        parameters[fqn] = SavedParameter(
+            shape=tuple(facts["shape"]),
+            trained=facts["trained"],
+            group=groups.get(fqn),
+            aliases=tuple(facts["aliases"]),
+            tensors={name: _saved_tensor(*saved) for name, saved in tensors.items()},
+            scalars=scalars.get(fqn, {}),
+            digest=decision.digests.get(fqn),
+        )
+    return parameters
 
 
 def _agreed(what: str, tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -27,22 +27,10 @@ def solve_batch(
     >>> solve_batch(8, None, 3, dp_size=1)
     'train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1'
     """
-    if train is None and micro is None:
-        if require:
-            left = " and ".join(f'{name} "auto"' for name in SIZES if name in autos)
-            why = (
-                f" ({left}: nothing has replaced it, as Transformers or Accelerate do)"
-                if left
-                else ""
-            )
-            return (
-                f"no batch size is given{why}: write train_batch_size (samples per step over all ranks) "
-                "or train_micro_batch_size_per_gpu (samples per rank per forward)"
-            )
-        micro = 1
     if train is None:
-        assert micro is not None  # excluded above
-        gas = gas or 1
+        if micro is None and require:
+            return _no_size(autos)
+        micro, gas = micro or 1, gas or 1
         return micro * gas * dp_size, micro, gas
     if micro is not None and gas is not None:
         product = micro * gas * dp_size
@@ -60,13 +48,17 @@ def solve_batch(
                 f"{micro} x {word} {dp_size}"
             )
         return train, micro, train // (micro * dp_size)
-    if gas is None:
-        if train % dp_size:
-            return f"train_batch_size {train} is not divisible by {word} {dp_size}"
-        return train, train // dp_size, 1
-    if train % (gas * dp_size):
-        return (
-            f"train_batch_size {train} is not divisible by gradient_accumulation_steps {gas} x "
-            f"{word} {dp_size}"
-        )
+    if train % ((gas or 1) * dp_size):
+        steps = "" if gas is None else f"gradient_accumulation_steps {gas} x "
+        return f"train_batch_size {train} is not divisible by {steps}{word} {dp_size}"
+    gas = gas or 1
     return train, train // (gas * dp_size), gas
+
+
+def _no_size(autos: Collection[str]) -> str:
+    left = " and ".join(f'{name} "auto"' for name in SIZES if name in autos)
+    why = f" ({left}: nothing has replaced it, as Transformers or Accelerate do)" if left else ""
+    return (
+        f"no batch size is given{why}: write train_batch_size (samples per step over all ranks) "
+        "or train_micro_batch_size_per_gpu (samples per rank per forward)"
+    )

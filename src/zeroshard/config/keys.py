@@ -199,19 +199,22 @@ def advice(path: str, siblings: list[str]) -> str:
         return f'Did you mean "{short}"?' if inside == parent else f"Did you mean {meant}?"
     if path in KEYS:  # an argument of another optimizer or schedule
         return f"This type takes {', '.join(sorted(siblings))}."
-    homes = sorted({key.rpartition(".")[0] for key in KEYS if key.rpartition(".")[2] == name})
+    homes = sorted({key.rpartition(".")[0] for key in _called(name)})
     if 0 < len(homes) <= 3:
         return f"It belongs {' or '.join(f'to {home}' if home else _TOP for home in homes)}."
-    close = nearest(name, siblings)
-    if close:
+    if close := nearest(name, siblings):
         return f'Did you mean "{close}"?'
     elsewhere = nearest(name, [key.rpartition(".")[2] for key in KEYS], cutoff=SURE)
-    homes = sorted(key for key in KEYS if key.rpartition(".")[2] == elsewhere)
-    if 0 < len(homes) <= 3:
-        return f"Did you mean {' or '.join(homes)}?"
+    if 0 < len(similar := _called(elsewhere)) <= 3:
+        return f"Did you mean {' or '.join(similar)}?"
     if len(siblings) <= 8:
         return f"{parent or 'The top level'} knows {', '.join(sorted(siblings))}."
     return 'docs/config.md lists all keys; "unknown_keys": "warn" makes this a notice.'
+
+
+def _called(name: str | None) -> list[str]:
+    """The keys whose last part is ``name``."""
+    return sorted(key for key in KEYS if key.rpartition(".")[2] == name)
 
 
 _TOP = "at the top level"

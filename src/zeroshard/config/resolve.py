@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 from zeroshard.config.batch import solve_batch
 from zeroshard.config.contradictions import contradictions
 from zeroshard.config.fewer_ranks import RunBatch, keep_batch
-from zeroshard.config.fields import Section, is_auto, is_off, show
-from zeroshard.config.keys import KEYS, UNCHECKED, get, is_argument, is_misspelt
+from zeroshard.config.fields import Section, is_auto, show
+from zeroshard.config.keys import UNCHECKED, is_argument, is_misspelt
 from zeroshard.config.mesh_keys import mesh_from_config
+from zeroshard.config.notices import notices
 from zeroshard.config.params import ARGUMENTS
 from zeroshard.config.parse import (
     Findings,
@@ -33,14 +34,9 @@ from zeroshard.config.schema import Config
 from zeroshard.core.hidden import without_secrets
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.mesh_sources import MeshSource, ResolvedMesh, resolve_mesh
-from zeroshard.core.stages import STAGES
 from zeroshard.errors import ConfigError
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-FILLED_IN = (
-    *("bf16.enabled", "fp16.enabled", "gradient_clipping", "optimizer.params.weight_decay"),
-)
-"""Keys whose "auto" libraries replace by their user's choice. If it is left, a default may surprise."""
 NOT_GUESSED = {
     "optimizer.params.lr": "a number",
     "scheduler.params.warmup_num_steps": "a whole number",
@@ -173,15 +169,10 @@ def load_config(
     found = Findings()
     work = rename(copy_tree(raw), found)
     from_arguments = _apply_arguments(work, arguments or {}, found)
-    skipped = ARGUMENTS if not for_training else replaced
-    for section in replaced:
-        if work.get(section) is not None:
-            found.notices.append(
-                f"{section}: the object that the program passed is used, not {_type(work[section])}"
-            )
+    _notice_replaced(work, replaced, found)
+    skipped = replaced if for_training else ARGUMENTS
     ignores = _ignoring(work, as_deepspeed=as_deepspeed)
-    work = {key: value for key, value in work.items() if key not in skipped}
-    given = tidy(work, Config, "", found, ignores=ignores)
+    given = tidy(_without(work, skipped), Config, "", found, ignores=ignores)
     _resolve_auto_sizes(given, found, hidden_size)
     if for_training:
         _refuse_left_auto(found)
@@ -189,31 +180,47 @@ def load_config(
     config, reasons = _resolve_auto_precision(config, found, hardware)
     unknown = found.rejected if for_training else found.rejected | found.autos
     found.errors.extend(contradictions(config, given=found.given, unknown=unknown))
-    resolved = _resolve_mesh(config, found, mesh_sources, world_size) if for_training else None
-    mesh = resolved.mesh if resolved is not None else Mesh(data_shard=world_size)
-    solves = resolved is not None or not for_training  # else a batch size would fit no mesh
-    if as_deepspeed and resolved is not None:
-        config = _without_copies(config, found, mesh)
-    given_sizes = {name for name in BATCH if getattr(config, name) is not None}
-    if run_batch is not None and for_training and solves:
+    derived = _missing_sizes(config)
+    resolved, mesh = None, Mesh(data_shard=world_size)
+    if for_training:
+        resolved = _resolve_mesh(config, found, mesh_sources, world_size)
+        if resolved is None:  # no batch size would fit a mesh: the errors are complete
+            raise ConfigError(_report(found.errors, where))
+        mesh = resolved.mesh
+        config = _without_copies(config, found, mesh) if as_deepspeed else config
         config = _with_batch_of_run(config, found, mesh, run_batch)
-    config, derived = _solve(
-        config, found, mesh, world_hint, solves=solves, require_batch=for_training
-    )
-    derived |= {*BATCH} - given_sizes
+    config, solved = _solve(config, found, mesh, world_hint, require_batch=for_training)
     if found.errors:
         raise ConfigError(_report(found.errors, where))
     if resolved is not None:
         config, sized = _with_sizes(config, resolved, found)
         reasons |= sized
-    _notice(config, found, resolved=reasons)
+    found.notices.extend(notices(config, found, resolved=reasons))
     return LoadedConfig(
         config=config,
         raw=raw,
-        origins=_origins(config, found, where, from_arguments, derived) | reasons,
+        origins=_origins(config, found, where, from_arguments, derived | solved) | reasons,
         notices=tuple(dict.fromkeys(found.notices)),
         mesh=resolved,
     )
+
+
+def _without(work: Mapping[str, Any], sections: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in work.items() if key not in sections}
+
+
+def _notice_replaced(work: Mapping[str, Any], replaced: Collection[str], found: Findings) -> None:
+    """A notice for each section that is there, although the program passed an object for it."""
+    for section in replaced:
+        if work.get(section) is not None:
+            found.notices.append(
+                f"{section}: the object that the program passed is used, not {_type(work[section])}"
+            )
+
+
+def _missing_sizes(config: Config) -> set[str]:
+    """The batch sizes that are not known."""
+    return {name for name in BATCH if getattr(config, name) is None}
 
 
 def _refuse_left_auto(found: Findings) -> None:
@@ -396,8 +403,10 @@ def _without_copies(config: Config, found: Findings, mesh: Mesh) -> Config:
     return config.model_copy(update={"train_batch_size": product})
 
 
-def _with_batch_of_run(config: Config, found: Findings, mesh: Mesh, run: RunBatch) -> Config:
+def _with_batch_of_run(config: Config, found: Findings, mesh: Mesh, run: RunBatch | None) -> Config:
     """``config`` with the batch that the run began with, if it has fewer ranks now."""
+    if run is None:
+        return config
     given = {name: getattr(config, name) for name in BATCH}
     dp_before = run.dp_size(mesh)
     if dp_before == mesh.dp_size or found.rejected.intersection(BATCH) or not any(given.values()):
@@ -426,17 +435,16 @@ def _solve(
     mesh: Mesh,
     hint: str | None,
     *,
-    solves: bool,
     require_batch: bool,
 ) -> tuple[Config, set[str]]:
-    """``config`` with all batch sizes if ``solves``, and the names of the keys that were derived."""
+    """``config`` with all batch sizes, and the names of the keys that were derived."""
     zero = config.zero_optimization
     if zero.overlap_comm is None:
         zero = zero.model_copy(update={"overlap_comm": True})
     update: dict[str, Any] = {}
     if not config.zero_optimization.compute_grad_norm and "gradient_clipping" not in found.given:
         update["gradient_clipping"] = 0.0
-    if solves and not found.rejected.intersection(BATCH):
+    if not found.rejected.intersection(BATCH):
         sizes = (getattr(config, name) for name in BATCH)
         word = "world size" if mesh.is_data_only else f"data-parallel size (mesh {mesh.text})"
         solved = solve_batch(
@@ -445,78 +453,9 @@ def _solve(
         if isinstance(solved, str):
             found.errors.append(f"{solved} ({hint})" if hint else solved)
         else:
-            missing = [name for name in BATCH if getattr(config, name) is None]
-            update |= {name: solved[BATCH.index(name)] for name in missing}
+            update |= {name: solved[BATCH.index(name)] for name in _missing_sizes(config)}
     solved_config = config.model_copy(update=update | {"zero_optimization": zero})
     return solved_config, set(update)
-
-
-def _notice(config: Config, found: Findings, *, resolved: Mapping[str, str]) -> None:
-    """Record lines about values that programs rely on and readers may not expect."""
-    if found.ignored:
-        found.notices.append(f"unknown keys, ignored: {', '.join(found.ignored)}")
-    if "gradient_clipping" not in found.given | found.autos and config.gradient_clipping:
-        found.notices.append(
-            "gradient_clipping is not given: gradients are clipped at norm 1.0, as DeepSpeed does; "
-            "0 switches clipping off"
-        )
-    has_mode = config.fp16.enabled or config.bf16.enabled
-    left = [path for path in FILLED_IN if path in found.autos and path not in resolved]
-    if left := [path for path in left if not (has_mode and path.endswith(".enabled"))]:
-        found.notices.append(
-            f'"auto" was not replaced by a value, so defaults are used: {", ".join(left)}'
-        )
-    optimizer, scheduler = config.optimizer, config.scheduler
-    adam = optimizer if optimizer is not None and optimizer.type == "Adam" else None
-    if adam is not None and adam.params.get("adam_w_mode", True):
-        found.notices.append(
-            "optimizer Adam is AdamW (decoupled weight decay), as in DeepSpeed; "
-            '"adam_w_mode": false gives L2 Adam'
-        )
-    if scheduler is not None and scheduler.type == "WarmupDecayLR":
-        lr = optimizer.params.get("lr") if optimizer else None
-        is_other = isinstance(lr, float) and lr != 1e-3
-        if "warmup_max_lr" not in scheduler.params and is_other:
-            found.notices.append(
-                f"scheduler.params.warmup_max_lr is not given: its default 0.001 replaces "
-                f"the optimizer's lr {lr:g}"
-            )
-    param = config.zero_optimization.offload_param
-    stage = config.zero_optimization.stage
-    if param is not None and param.device != "none" and not STAGES[stage].shards_params:
-        found.notices.append(
-            f"zero_optimization.offload_param: no effect at stage {stage}, as in DeepSpeed: parameters "
-            "are sharded at stage 3 only"
-        )
-    idle: dict[str, list[str]] = {"accept": sorted(found.hints), "not yet": []}
-    for path in sorted(found.given):
-        row = KEYS.get(path)
-        if row is None or row.field is None or row.verdict not in idle:
-            continue
-        default = row.field.get_default(call_default_factory=True)
-        extra: Any = row.field.json_schema_extra
-        section, value = path.rpartition(".")[0], get(config, path)
-        if value in (default, extra["done"]) or (section and _is_idle(config, section)):
-            continue
-        if isinstance(value, Mapping) and is_off(value):
-            continue
-        idle[row.verdict].append(path)
-    if idle["accept"]:
-        names = ", ".join(sorted(idle["accept"]))
-        found.notices.append(f"accepted, but without effect: {names}")
-    if idle["not yet"]:
-        found.notices.append(
-            "keys of features that are not implemented yet, without effect now: "
-            f"{', '.join(idle['not yet'])}"
-        )
-
-
-def _is_idle(config: Config, section: str) -> bool:
-    """Whether this section is a feature that is switched off. Its other keys need no notice."""
-    if section.startswith("tensor_parallel") and config.parallel.tensor == 1:
-        return True
-    inside = get(config, section)
-    return getattr(inside, "enabled", True) is False or (getattr(inside, "device", "") == "none")
 
 
 def _origins(

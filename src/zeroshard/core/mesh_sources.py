@@ -127,32 +127,41 @@ def resolve_mesh(
     """
     claims = [claim for source in sources for claim in source.claims]
     refused = NOT_YET if not_yet is None else not_yet
-    problems = [*_unavailable(claims, refused), *_disagreements(claims)]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    origins = {claim.dims[0]: claim.name for claim in claims if len(claim.dims) == 1}
-    sizes = {claim.dims[0]: int(claim.size) for claim in claims if len(claim.dims) == 1}
+    _refuse([*_unavailable(claims, refused), *_disagreements(claims)])
+    alone = [claim for claim in claims if len(claim.dims) == 1]
+    origins = {claim.dims[0]: claim.name for claim in alone}
+    sizes = {claim.dims[0]: int(claim.size) for claim in alone}
     given = {dim: sizes.get(dim, 1) for dim in DIMS}
     if "data_shard" not in sizes:
         given["data_shard"] = _what_is_left(given, claims, origins, world_size)
     mesh = Mesh(**given)
-    problems = [*_wrong_products(given, claims)]
-    if not problems and mesh.world_size != world_size:
-        problems.append(_no_fit(given, origins, world_size))
-    if not problems and mesh.data_replicate > 1 and mesh.data_shard * mesh.sequence == 1:
-        problems.append(
-            f"data_replicate {mesh.data_replicate} x data_shard 1: shard groups of one rank shard "
-            f"nothing; use data_shard {mesh.data_replicate} without data_replicate, and stage 0 if "
-            "every rank shall keep the whole state"
-        )
-    if problems:
-        raise ConfigError("\n".join(problems))
+    _refuse([*_wrong_products(given, claims)])
+    _refuse([*_misfits(mesh, given, origins, world_size)])
     for source in sources:
         for placement in source.placements:
             _check_placement(placement, mesh)
     rest = "derived" if claims else "default"
     shown = dict.fromkeys(DIMS, "default") | {"data_shard": rest}
     return ResolvedMesh(mesh, shown | {dim: origins[dim] for dim in DIMS if dim in origins})
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _misfits(
+    mesh: Mesh, given: Mapping[str, int], origins: Mapping[str, str], world_size: int
+) -> Iterator[str]:
+    """What is wrong with a mesh on which all sources agree: one problem at most."""
+    if mesh.world_size != world_size:
+        yield _no_fit(given, origins, world_size)
+    elif mesh.data_replicate > 1 and mesh.data_shard * mesh.sequence == 1:
+        yield (
+            f"data_replicate {mesh.data_replicate} x data_shard 1: shard groups of one rank shard "
+            f"nothing; use data_shard {mesh.data_replicate} without data_replicate, and stage 0 if "
+            "every rank shall keep the whole state"
+        )
 
 
 def _in_order(dims: Collection[str]) -> list[str]:

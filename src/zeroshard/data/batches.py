@@ -50,21 +50,31 @@ def agreed_batches(
             has_batch = [bool(v) for v in votes[:, 0].tolist()]
             if not any(has_batch):
                 return
-            if not all(has_batch):
-                without = [r for r, has in enumerate(has_batch) if not has]
-                given = {share for share, has in zip(shares, has_batch, strict=True) if has}
-                if lost := [rank for rank in without if shares[rank] in given]:
-                    raise UnevenBatches(_tensor_text(index, lost[0], shares))
-                if not join or index == 0:
-                    raise UnevenBatches(_text(index, without, has_batch, join=join))
-                set_weight(float(batch is not _END), len(given))
-            else:
+            if why := _refusal(index, has_batch, shares, join=join):
+                raise UnevenBatches(why)
+            if all(has_batch):
                 set_weight(1.0, everyone)
+            else:
+                given = {share for share, has in zip(shares, has_batch, strict=True) if has}
+                set_weight(float(batch is not _END), len(given))
             last, index = (last if batch is _END else batch), index + 1
             assert last is not _END, "a rank without any batch was refused above"
             yield last
     finally:
         set_weight(1.0, 0)
+
+
+def _refusal(index: int, has_batch: Sequence[bool], shares: Sequence[int], *, join: bool) -> str:
+    """Why training may not go on with these votes; empty if it may."""
+    if all(has_batch):
+        return ""
+    without = [rank for rank, has in enumerate(has_batch) if not has]
+    given = {share for share, has in zip(shares, has_batch, strict=True) if has}
+    if lost := [rank for rank in without if shares[rank] in given]:
+        return _tensor_text(index, lost[0], shares)
+    if not join or index == 0:
+        return _text(index, without, has_batch, join=join)
+    return ""
 
 
 def _tensor_text(index: int, rank: int, shares: Sequence[int]) -> str:
@@ -76,7 +86,7 @@ def _tensor_text(index: int, rank: int, shares: Sequence[int]) -> str:
     )
 
 
-def _text(index: int, without: list[int], has_batch: list[bool], *, join: bool) -> str:
+def _text(index: int, without: list[int], has_batch: Sequence[bool], *, join: bool) -> str:
     with_it = [r for r, has in enumerate(has_batch) if has]
     ranks = ", ".join(map(str, without))
     others = ", ".join(map(str, with_it))

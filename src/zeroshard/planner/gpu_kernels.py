@@ -12,7 +12,7 @@ L, S: tokens of the queries and of the keys.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -64,25 +64,22 @@ def attention_kernel(
     ``grouped``: fewer heads of keys are allowed. Devices from compute capability 8.0 are meant. "math"
     keeps the scores, the others do not.
     """
-    tensors, widths = (query, key, value), {t.shape[-1] for t in (query, key, value)}
+    tensors = (query, key, value)
+    widths = {tensor.shape[-1] for tensor in tensors}
     if any(tensor.dim() != 4 for tensor in tensors):
         return "math"
     same_heads = query.shape[1] == key.shape[1] == value.shape[1]
-    low = query.dtype in LOW
-    square = query.shape[2] == key.shape[2]
-    is_flash = (
-        low
-        and len(widths) == 1
-        and max(widths) <= WIDEST
-        and not masked
-        and (same_heads or grouped)
-        and (square or not causal)
-    )
-    if is_flash:
+    takes_mask = not masked and (not causal or query.shape[2] == key.shape[2])
+    if query.dtype in LOW and _are_narrow(widths) and takes_mask and (same_heads or grouped):
         return "flash"
-    aligned = all(width % (8 if low else 4) == 0 for width in widths)
-    is_efficient = (low or query.dtype == torch.float32) and same_heads and aligned
+    is_aligned = not any(width * query.element_size() % 16 for width in widths)
+    is_efficient = query.dtype in (*LOW, torch.float32) and same_heads and is_aligned
     return "efficient" if is_efficient else "math"
+
+
+def _are_narrow(widths: Collection[int]) -> bool:
+    """Whether flash attention takes heads of these widths, which must be one."""
+    return len(widths) == 1 and max(widths) <= WIDEST
 
 
 def _attention(

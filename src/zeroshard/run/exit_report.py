@@ -37,6 +37,7 @@ _FROZEN_PEER = re.compile(r"(?:[\w.]+\.)?RankFrozen\b")  # a verdict on another 
 _VERDICT = re.compile(r"(?:[\w.]+\.)?Rank(?:Late|Divergence)\b")
 _LEFT = re.compile(rf"^ *rank (\d+)\b[^:\n]*: left: (?:{ENDED}|{CLOSED})", re.MULTILINE)
 _FROZEN = "was stopped by a signal (SIGSTOP); when other ranks had ended, the launcher killed it"
+_STOPPED = "was stopped by the launcher"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ class ExitCause:
     consequence: bool
     trace: Trace | None
 
+    @property
+    def text(self) -> str:
+        """Its traceback; empty if there is none."""
+        return self.trace.text if self.trace else ""
+
 
 @dataclass(frozen=True, slots=True)
 class ExitReport:
@@ -94,41 +100,49 @@ def explain_exit(death: RankExit, kernel: KernelCounters, said: Blame | None = N
     trace = _trace(death)
     if death.frozen:
         return ExitCause(death, _FROZEN, False, None)
-    if said is not None and (death.stopped or _is_told(death, trace)):
-        if death.rank in said.ranks:
-            end = "was stopped by the launcher" if death.stopped else f"exit code {death.exitcode}"
-            return ExitCause(death, f"{said.what} ({end})", False, trace)
-        if not death.stopped:
-            headline = trace.headline if trace else "the diagnosis is in its output"
-            what = f"gave up: {headline} (exit code {death.exitcode})"
-            return ExitCause(death, what, True, trace)
+    if said is not None and (cause := _as_said(death, trace, said)) is not None:
+        return cause
     if death.stopped:
-        return ExitCause(death, "was stopped by the launcher", True, None)
+        return ExitCause(death, _STOPPED, True, None)
     if death.exitcode < 0:
         return ExitCause(death, _signal(death, kernel), False, trace)
+    what, is_consequence = _by_exit_code(death, trace)
+    return ExitCause(death, what, is_consequence, trace)
+
+
+def _as_said(death: RankExit, trace: Trace | None, said: Blame) -> ExitCause | None:
+    """An exit by the diagnosis of all ranks; None if it has nothing to say about this one."""
+    if not death.stopped and not _is_told(death, trace):
+        return None
+    if death.rank in said.ranks:
+        end = _STOPPED if death.stopped else f"exit code {death.exitcode}"
+        return ExitCause(death, f"{said.what} ({end})", False, trace)
+    if death.stopped:
+        return None
+    headline = trace.headline if trace else "the diagnosis is in its output"
+    return ExitCause(death, f"gave up: {headline} (exit code {death.exitcode})", True, trace)
+
+
+def _by_exit_code(death: RankExit, trace: Trace | None) -> tuple[str, bool]:
+    """What a positive exit code and the last traceback say; and whether the exit is a consequence."""
+    code = death.exitcode
     if trace is not None and _FROZEN_PEER.match(trace.headline):
-        what = f"gave up on a frozen rank: {trace.headline} (exit code {death.exitcode})"
-        return ExitCause(death, what, True, trace)
+        return f"gave up on a frozen rank: {trace.headline} (exit code {code})", True
     headline = f": {trace.headline}" if trace else ""
-    if death.exitcode == EXIT_SURVIVOR:
-        return ExitCause(death, f"lost its peers (exit code 76){headline}", True, trace)
-    if death.exitcode == EXIT_DIAGNOSIS:
-        what = f"was stopped by ZeroShard's watchdog (exit code 75){headline}"
+    if code == EXIT_SURVIVOR:
+        return f"lost its peers (exit code 76){headline}", True
+    if code == EXIT_DIAGNOSIS:
         followed = death.blame is not None and death.blame.kind in ("RankFrozen", "RankLost")
         followed = followed if trace is None else bool(_lost_peer(trace))
-        return ExitCause(death, what, followed, trace)
+        return f"was stopped by ZeroShard's watchdog (exit code 75){headline}", followed
     if trace is None:
-        what = f"exited with code {death.exitcode} and left no traceback"
-        return ExitCause(death, what, False, None)
-    if death.exitcode != 1:  # an uncaught exception always ends Python with 1
-        what = f"exited with code {death.exitcode}; its last traceback was {trace.headline}"
-        return ExitCause(death, what, False, trace)
+        return f"exited with code {code} and left no traceback", False
+    if code != 1:  # an uncaught exception always ends Python with 1
+        return f"exited with code {code}; its last traceback was {trace.headline}", False
     if lost := _lost_peer(trace):
-        return ExitCause(death, f"lost its peers: {lost} (exit code 1)", True, trace)
-    what = f"raised {trace.headline} (exit code 1)"
-    if _WANTS_GPU.search(trace.headline):
-        what += f"; {_USE_CPU}"
-    return ExitCause(death, what, False, trace)
+        return f"lost its peers: {lost} (exit code 1)", True
+    hint = f"; {_USE_CPU}" if _WANTS_GPU.search(trace.headline) else ""
+    return f"raised {trace.headline} (exit code 1){hint}", False
 
 
 def _trace(death: RankExit) -> Trace | None:
@@ -179,46 +193,63 @@ def build_report(
     A run without a failed rank has no lines. ``interrupted`` is the signal with which the user ended the
     run. ``saved``: the ranks had time to save then, and ended without an error.
     """
+    if interrupted is not None:
+        return _interrupted(deaths, interrupted, saved=saved)
     ordered = sorted(deaths, key=lambda death: (death.at_s, death.rank))
     said, teller = _first_blame(ordered)
     failed = [explain_exit(death, kernel, said) for death in ordered if death.exitcode != 0]
-    if interrupted is not None and saved:
-        ranks = _ranks([d.rank for d in ordered])
-        text = f"{ranks} ended with exit code 0 after {interrupted.name}."
-        return ExitReport((text,), None, "", 0, interrupted=True)
-    if interrupted is not None:
-        text = f"stopped by {interrupted.name}; {_ranks([d.rank for d in ordered])} ended."
-        return ExitReport((text,), None, "", 128 + interrupted, interrupted=True)
     if not failed:
         return ExitReport((), None, "", 0)
-    root = next((v for v in failed if not v.consequence), failed[0])
-    causes = [root] + [v for v in failed if not v.consequence and v is not root]
-    folded = [v for v in failed if v.consequence and v is not root]
-    named = {int(rank) for rank in _LEFT.findall(root.trace.text if root.trace else "")}
-    early = [
-        death.rank
-        for death in ordered
-        # An interpreter that ends takes longer than the news that its rank has left.
-        if death.exitcode == 0 and (death.at_s < root.death.at_s or death.rank in named)
-    ]
-    is_early = root.consequence and bool(early)  # nobody failed before them
-    if is_early:
-        lines = [f"{_ranks(early)} ended with exit code 0 while others still waited for it."]
-        causes, folded = [], [*causes, *folded]
-    else:
-        lines = [f"{who} {what}." for who, what in _grouped(causes)]
-    lines += [f"{who} followed: {what}." for who, what in _grouped(folded)]
+    causes = [cause for cause in failed if not cause.consequence] or failed[:1]
+    root = causes[0]
+    early = _left_early(ordered, root) if root.consequence else []  # nobody failed before them
     # A rank that the launcher stopped has no exit code of its own.
     code = (failed[0] if root.death.stopped else root).death.exitcode
     shown = root if root.trace is not None or teller is None else teller
     return ExitReport(
-        lines=tuple(lines),
-        root=early[0] if is_early else root.death.rank,
-        trace=shown.trace.text if shown.trace else "",
+        lines=_lines(failed, causes, early),
+        root=early[0] if early else root.death.rank,
+        trace=shown.text,
         trace_rank=shown.death.rank,
         exitcode=code if code > 0 else 128 - code,
-        consequence=root.consequence and not is_early,
+        consequence=root.consequence and not early,
     )
+
+
+def _interrupted(deaths: Sequence[RankExit], by: signal.Signals, *, saved: bool) -> ExitReport:
+    """The report of a run that its user ended."""
+    ranks = _ranks([death.rank for death in deaths])
+    if saved:
+        text, code = f"{ranks} ended with exit code 0 after {by.name}.", 0
+    else:
+        text, code = f"stopped by {by.name}; {ranks} ended.", 128 + by
+    return ExitReport((text,), None, "", code, interrupted=True)
+
+
+def _lines(
+    failed: Sequence[ExitCause], causes: Sequence[ExitCause], early: Sequence[int]
+) -> tuple[str, ...]:
+    """What came first in a run, then what followed. ``early``: the ranks that left before any failure."""
+    if early:
+        first = [f"{_ranks(early)} ended with exit code 0 while others still waited for it."]
+        followed = failed
+    else:
+        first = [f"{who} {what}." for who, what in _grouped(causes)]
+        followed = [cause for cause in failed if cause not in causes]
+    return (*first, *(f"{who} followed: {what}." for who, what in _grouped(followed)))
+
+
+def _left_early(ordered: Sequence[RankExit], root: ExitCause) -> list[int]:
+    """The ranks that ended without an error before the root, or that its traceback says have left.
+
+    The time alone does not tell: an interpreter that ends takes longer than the news that its rank left.
+    """
+    named = {int(rank) for rank in _LEFT.findall(root.text)}
+    return [
+        death.rank
+        for death in ordered
+        if death.exitcode == 0 and (death.at_s < root.death.at_s or death.rank in named)
+    ]
 
 
 def _signal(death: RankExit, kernel: KernelCounters) -> str:

@@ -194,6 +194,16 @@ def shape_of(size: Iterable[Any]) -> tuple[int, ...]:
     return tuple(int(n) for n in size)
 
 
+_KEYS = {
+    False: ("single_partition_of_fp32_groups", "base_optimizer_state"),
+    True: ("fp32_flat_groups", "optimizer_state_dict"),
+}
+"""Whether every parameter is cut -> the keys of the masters and of the optimizer's state."""
+
+_States = tuple[list[dict[str, Any]], list[int], list[list[Mapping[str, Any]]]]
+"""The options of the optimizer's groups, the group of each slot, and each rank's state of each slot."""
+
+
 def sharded_slots(
     wrappers: Sequence[Mapping[str, Any]],
     param_shapes: Sequence[Mapping[str, Any]],
@@ -201,30 +211,18 @@ def sharded_slots(
     is_cut: bool,
 ) -> tuple[list[DeepSpeedSlot], list[dict[str, Any]]]:
     """The slots of stages 1 to 3, and the options of the optimizer's groups."""
-    masters = [
-        w["fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups"] for w in wrappers
-    ]
-    bases = [w["optimizer_state_dict" if is_cut else "base_optimizer_state"] for w in wrappers]
+    master, base = _KEYS[is_cut]
+    masters = [w[master] for w in wrappers]
     count, ranks = len(param_shapes), len(wrappers)
-    if isinstance(bases[0], list):  # an elastic checkpoint: state by slot, without options
-        options: list[dict[str, Any]] = [{} for _ in range(count)]
-        states = bases
-        groups = list(range(count))
-        row = {"step": wrappers[0].get("base_optimizer_state_step")}
-        states = [[_with_step(state, row) for state in base] for base in bases]
+    if isinstance(wrappers[0][base], list):
+        options, groups, states = _elastic_states(wrappers, base, count)
     else:
-        options = dict(bases[0])["param_groups"]
-        keys = [(group, key) for group, row in enumerate(options) for key in row["params"]]
-        groups = [group for group, _ in keys]
-        states = [
-            [_with_step(base["state"].get(key, {}), base["param_groups"][g]) for g, key in keys]
-            for base in bases
-        ]
+        options, groups, states = _states_of_groups([w[base] for w in wrappers])
     if any(len(rows) != count for rows in (*masters, *states, groups)):
         raise ValueError(f"{count} groups of parameters, but not as many of masters or of state")
     none = [0] * count
-    padding = [w.get("group_paddings", none) if not is_cut else none for w in wrappers]
-    gaps = wrappers[0].get("param_alignment_paddings") or [[0] * len(row) for row in param_shapes]
+    padding = [none if is_cut else w.get("group_paddings", none) for w in wrappers]
+    gaps = wrappers[0].get("param_alignment_paddings") or _no_gaps(param_shapes)
     slots = [
         DeepSpeedSlot(
             group=groups[at],
@@ -239,6 +237,28 @@ def sharded_slots(
         for at in range(count)
     ]
     return slots, options
+
+
+def _no_gaps(param_shapes: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    return [[0] * len(row) for row in param_shapes]
+
+
+def _elastic_states(wrappers: Sequence[Mapping[str, Any]], base: str, count: int) -> _States:
+    """Of an elastic checkpoint: it has the state by slot, without options."""
+    row = {"step": wrappers[0].get("base_optimizer_state_step")}
+    states = [[_with_step(state, row) for state in wrapper[base]] for wrapper in wrappers]
+    return [{} for _ in range(count)], list(range(count)), states
+
+
+def _states_of_groups(bases: Sequence[Mapping[str, Any]]) -> _States:
+    """Of a checkpoint with the optimizer's own keys for state: each slot gets its group's step."""
+    options = dict(bases[0])["param_groups"]
+    keys = [(group, key) for group, row in enumerate(options) for key in row["params"]]
+    states = [
+        [_with_step(base["state"].get(key, {}), base["param_groups"][g]) for g, key in keys]
+        for base in bases
+    ]
+    return options, [group for group, _ in keys], states
 
 
 def whole_slots(
