@@ -217,16 +217,23 @@ def _followed(
         if wait in edges:
             continue
         edges[wait] = set()
-        for other, members in alike.items():
-            debtors = [w for w in members if _owes(w, wait, other, label)]
+        for other, debtors in _debtors(wait, alike, label).items():
             # Behind the program, the other ranks make this call in another thread as well.
             if other is None or wait.behind:
                 late |= {w.rank: w for w in debtors}
-            elif debtors:
+            else:
                 edges[wait].add(other)
         open_ += edges[wait]
     parted = [w for wait in _ring(edges) for w in alike[wait]]
     return sorted(parted, key=lambda w: w.rank), sorted(late.values(), key=lambda w: w.rank)
+
+
+def _debtors(
+    wait: Wait, alike: Mapping[Wait | None, Sequence[RankStatus]], label: str
+) -> dict[Wait | None, list[RankStatus]]:
+    """The ranks that ``wait`` needs, by what they are blocked in themselves."""
+    owing = {own: [w for w in ranks if _owes(w, wait, own, label)] for own, ranks in alike.items()}
+    return {own: ranks for own, ranks in owing.items() if ranks}
 
 
 def _ring(edges: Mapping[Wait, set[Wait]]) -> set[Wait]:
@@ -413,15 +420,15 @@ class _Case:
         return self._diagnosis("RankFrozen", fatal, [w.rank for w in frozen], lines)
 
     def late(self, late: list[RankStatus]) -> Diagnosis:
+        ranks = [w.rank for w in late]
         waiting = self._without(late)
-        section = self._section(late) or self._section(waiting)
+        section = self._longest_section(late) or self._longest_section(waiting)
         limit = self.limits.late_s(section)
         fatal = self.blocked_s >= limit
         lines = self._waits(waiting)[:1]
         lines += [f"  rank {status.rank}: {_whereabouts(status)}" for status in late[:2]]
         if len(late) > 2:
-            lines[-1] = cut(lines[-1], 160) + f"; also {rank_ranges(w.rank for w in late[2:])}"
-        ranks = [w.rank for w in late]
+            lines[-1] = cut(lines[-1], 160) + f"; also {rank_ranges(ranks[2:])}"
         went_on = [w.rank for w in late if w.failed]
         key = self.limits.key(section)
         ended = f", or allow more than {limit:g} s ({key})." if key else f" within {limit:g} s."
@@ -443,7 +450,7 @@ class _Case:
         done = (went_on or ranks, did) if fatal else ((), "")
         return self._diagnosis("RankLate", fatal, ranks, lines, *done)
 
-    def _section(self, statuses: Iterable[RankStatus]) -> str:
+    def _longest_section(self, statuses: Iterable[RankStatus]) -> str:
         """The section with the longest limit that one of these ranks is in; "": none is in one."""
         return max(set(map(_section, statuses)) - {""}, key=self.limits.late_s, default="")
 
