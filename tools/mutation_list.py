@@ -767,8 +767,8 @@ MUTATIONS = [
     Mutation(
         "newest-report-of-a-dead-run-ignored",
         "watchdog/dead_run.py",
-        "hangs[-1].diagnosis.fatal or hangs[-1].seq >= newest",
-        "hangs[-1].diagnosis.fatal or hangs[-1].seq > newest",
+        "last.diagnosis.fatal or last.seq >= newest",
+        "last.diagnosis.fatal or last.seq > newest",
         "tests/unit/test_dead_run.py::test_a_report_that_did_not_end_the_run_is_not_the_cause",
     ),
     Mutation(

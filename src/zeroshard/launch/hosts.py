@@ -163,18 +163,7 @@ def _apply(
     *,
     keep: bool,
 ) -> tuple[Host, ...]:
-    known = {host.name: host for host in hosts}
-    for name, slots in wanted.items():
-        if name not in known:
-            raise LaunchError(
-                f"{option} names host {name!r}, which is not among the hosts ({', '.join(known)})."
-            )
-        unknown = sorted(set(slots or ()) - set(known[name].slots))
-        if unknown:
-            raise LaunchError(
-                f"{option} names slot {unknown[0]} of host {name!r}, which has slots "
-                f"{', '.join(map(str, known[name].slots))}."
-            )
+    _check_names(hosts, wanted, option)
     result: list[Host] = []
     for host in hosts:
         named = host.name in wanted
@@ -187,3 +176,20 @@ def _apply(
             if rest:
                 result.append(Host(host.name, rest))
     return tuple(result)
+
+
+def _check_names(
+    hosts: tuple[Host, ...], wanted: Mapping[str, tuple[int, ...] | None], option: str
+) -> None:
+    known = {host.name: host for host in hosts}
+    for name, slots in wanted.items():
+        if name not in known:
+            raise LaunchError(
+                f"{option} names host {name!r}, which is not among the hosts ({', '.join(known)})."
+            )
+        unknown = sorted(set(slots or ()) - set(known[name].slots))
+        if unknown:
+            raise LaunchError(
+                f"{option} names slot {unknown[0]} of host {name!r}, which has slots "
+                f"{', '.join(map(str, known[name].slots))}."
+            )

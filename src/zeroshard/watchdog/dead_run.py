@@ -89,51 +89,71 @@ class _Hang:
         return {w.flight.pid for w in self.statuses if w.flight}
 
 
+@dataclass(frozen=True)
+class _Evidence:
+    """What was read of the newest attempt. ``hangs``: the oldest first."""
+
+    file: RanksFile | None
+    ends: Mapping[int, KeptEnd]
+    hangs: Sequence[_Hang]
+    exits: Sequence[KeptExit]
+
+    @property
+    def attempt(self) -> int:
+        return max([self.file.attempt if self.file else 0, *(each.attempt for each in self.exits)])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        hangs = [hang.path.name for hang in self.hangs[-1:]]
+        ends = [f"recordings of {rank_ranges(self.ends)}"] if self.ends else []
+        return (*hangs, *ends, *(f"exit-{each.host}-{each.attempt}.json" for each in self.exits))
+
+    def main_flights(self) -> dict[int, FlightRecording | None]:
+        return {rank: _main_flight(end.flights) for rank, end in self.ends.items()}
+
+    def last_hang(self) -> _Hang | None:
+        """The newest diagnosis, unless the run went on after it."""
+        if not self.hangs:
+            return None
+        newest = max((flight.seq for flight in self.main_flights().values() if flight), default=0)
+        # A fatal diagnosis ended the run. After others it may have gone on, with calls of higher numbers.
+        last = self.hangs[-1]
+        return last if last.diagnosis.fatal or last.seq >= newest else None
+
+    def statuses(self, hang: _Hang | None) -> dict[int, RankStatus]:
+        """The last known position of each rank; that of ``hang`` is newer than that of a recording."""
+        known = {rank: _status_of(rank, end) for rank, end in self.ends.items()}
+        for seen in hang.statuses if hang is not None else ():
+            status = seen if seen.answered else replace(seen, flight=settled(seen.flight))
+            if status.flight is not None or status.rank not in self.ends:
+                known[status.rank] = status
+        return dict(sorted(known.items()))
+
+
 def explain_run(folder: Path) -> DeadRun:
     """Read what the run of ``folder`` left, and judge.
 
     Raises:
         UsageError: the run still lives, or it left nothing that could be read.
     """
-    here, damaged = this_process(), list[str]()
-    file = _ranks_file(folder, damaged)
-    if file is not None and alive_here(file, here):
-        alive = [r for r, p in file.peers.items() if p.is_on(here) and p.fate(here)[0] != "gone"]
-        raise UsageError(
-            f"the run of {folder} still lives: {rank_ranges(alive)} of {len(file.peers)} run here. Try: "
-            f"zeroshard stacks {folder}"
-        )
-    ends = _ends_of(folder, file, here, damaged)
-    hangs = _hangs_of(folder, file, damaged)
-    exits = read_exits(folder, damaged)
-    if not (ends or hangs or exits):
-        _refuse(folder, file, damaged)
-    evidence = [hang.path.name for hang in hangs[-1:]]
-    if ends:
-        evidence.append(f"recordings of {rank_ranges(ends)}")
-    evidence += [f"exit-{each.host}-{each.attempt}.json" for each in exits]
-    main = {rank: _main_flight(end.flights) for rank, end in ends.items()}
-    newest = max((flight.seq for flight in main.values() if flight), default=0)
-    # A fatal diagnosis ended the run. After others it may have gone on, with calls of higher numbers.
-    is_last = bool(hangs) and (hangs[-1].diagnosis.fatal or hangs[-1].seq >= newest)
-    hang = hangs[-1] if is_last else None
-    statuses = {rank: _status_of(rank, end) for rank, end in ends.items()}
-    if hang is not None:
-        seen = [w if w.answered else replace(w, flight=settled(w.flight)) for w in hang.statuses]
-        statuses |= {w.rank: w for w in seen if w.flight is not None or w.rank not in ends}
-    cause, why = _first_cause(exits, ends)
-    diagnosis = hang.diagnosis if hang is not None and hang.diagnosis.fatal else None
-    if diagnosis is None and hang is not None and not (ends or exits):
+    damaged = list[str]()
+    found = _evidence_of(folder, damaged)
+    hang = found.last_hang()
+    statuses = found.statuses(hang)
+    cause, why = _first_cause(found.exits, found.ends)
+    diagnosis = None
+    if hang is not None and hang.diagnosis.fatal:
+        diagnosis = hang.diagnosis
+    elif hang is not None and not (found.ends or found.exits):
         why, diagnosis = _NOT_FATAL, hang.diagnosis
-    elif diagnosis is None and statuses:
-        diagnosis = _judge(statuses, main, cause)
+    elif statuses:
+        diagnosis = _judge(statuses, found.main_flights(), cause)
     if not cause and not why and diagnosis is not None:
         cause = diagnosis.ranks if len(diagnosis.ranks) < max(len(statuses), 2) else ()
-    trace = next((each.trace for each in exits if each.root in cause), "")
-    attempt = max([file.attempt if file else 0, *(each.attempt for each in exits)])
+    trace = next((each.trace for each in found.exits if each.root in cause), "")
     return DeadRun(
-        folder, attempt, cause, why, diagnosis, dict(sorted(statuses.items())), ends, trace,
-        tuple(evidence), tuple(damaged),
+        folder, found.attempt, cause, why, diagnosis, statuses, found.ends, trace,
+        found.names, tuple(damaged),
     )  # fmt: skip
 
 
@@ -197,6 +217,23 @@ def _lines_of_others(run: DeadRun) -> list[str]:
 
 
 # -- evidence --------------------------------------------------------------------------------------
+
+
+def _evidence_of(folder: Path, damaged: list[str]) -> _Evidence:
+    here = this_process()
+    file = _ranks_file(folder, damaged)
+    if file is not None and alive_here(file, here):
+        alive = [r for r, p in file.peers.items() if p.is_on(here) and p.fate(here)[0] != "gone"]
+        raise UsageError(
+            f"the run of {folder} still lives: {rank_ranges(alive)} of {len(file.peers)} run here. Try: "
+            f"zeroshard stacks {folder}"
+        )
+    ends = _ends_of(folder, file, here, damaged)
+    hangs = _hangs_of(folder, file, damaged)
+    exits = read_exits(folder, damaged)
+    if not (ends or hangs or exits):
+        _refuse(folder, file, damaged)
+    return _Evidence(file, ends, hangs, exits)
 
 
 def _ranks_file(folder: Path, damaged: list[str]) -> RanksFile | None:
@@ -271,16 +308,9 @@ def _first_cause(
     exits: Sequence[KeptExit], ends: Mapping[int, KeptEnd]
 ) -> tuple[tuple[int, ...], str]:
     """The ranks that ended the run by an error of their own, or were killed, and why; none: not known."""
-    for each in exits:
-        if each.root is not None and not each.consequence:
-            found = _LINE.match(each.lines[0]) if each.lines else None
-            if found is None:
-                return (each.root,), f"exit code {each.exitcode}"
-            if _is_consequence(found[2]):
-                continue
-            ranks = _ranks_in(found[1])  # one line for ranks that ended alike
-            alone = len(ranks) == 1 or len(ranks) < len(ends)
-            return (ranks, found[2]) if alone else ((), each.lines[0].rstrip("."))
+    reports = (each for each in exits if each.root is not None and not each.consequence)
+    if reported := next(filter(None, (_reported_cause(each, len(ends)) for each in reports)), None):
+        return reported
     own = [end for end in ends.values() if end.reason and not _is_consequence(end.reason)]
     if own:
         first = min(own, key=lambda end: end.at)
@@ -289,6 +319,19 @@ def _first_cause(
     if silent and len(silent) < len(ends):
         return tuple(silent), "its process ended without a word: killed, or ended by a crash"
     return (), "every rank was ended from outside at the same time" if silent else ""
+
+
+def _reported_cause(report: KeptExit, known: int) -> tuple[tuple[int, ...], str] | None:
+    """What a launcher's report names as the cause; None: an end that is the consequence of another."""
+    found = _LINE.match(report.lines[0]) if report.lines else None
+    if found is None:
+        assert report.root is not None
+        return (report.root,), f"exit code {report.exitcode}"
+    if _is_consequence(found[2]):
+        return None
+    ranks = _ranks_in(found[1])  # one line for ranks that ended alike
+    alone = len(ranks) == 1 or len(ranks) < known
+    return (ranks, found[2]) if alone else ((), report.lines[0].rstrip("."))
 
 
 def _ranks_in(words: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ Nothing here waits, reads a clock or touches a process.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -129,36 +129,37 @@ def first_difference(statuses: Iterable[RankStatus]) -> Difference | None:
 
     The result is not ``exact`` if the histories differ before the oldest record that is kept.
     """
-    # Ranks with the same newest record and the same hash have the same history: compare it once.
-    alike: dict[tuple[int, int, int], tuple[dict[int, Record], list[int]]] = {}
-    for status in statuses:
-        records = status.flight.records if status.flight else ()
-        if records:
-            key = (records[-1].seq, records[-1].history, len(records))
-            if key not in alike:
-                alike[key] = ({r.seq: r for r in records}, [])
-            alike[key][1].append(status.rank)
-    histories = list(alike.values())
-    if len(histories) < 2:
-        return None
-    seqs: dict[int, int] = defaultdict(int)
-    for by_seq, _ in histories:
-        for seq in by_seq:
-            seqs[seq] += 1
+    histories = _histories(statuses)
+    counts = Counter(seq for by_seq, _ in histories for seq in by_seq)
     agreed: Record | None = None
-    for seq in sorted(seq for seq, count in seqs.items() if count > 1):
+    for seq in sorted(seq for seq, count in counts.items() if count > 1):
         present = [(by_seq[seq], ranks) for by_seq, ranks in histories if seq in by_seq]
         if len({(r.call, r.history) for r, _ in present}) == 1:
             agreed = present[0][0]
             continue
+        exact = len({r.call for r, _ in present}) > 1
         calls: dict[Hashable, tuple[Record, list[int]]] = {}
         for record, ranks in present:
-            key_ = record.call if len({r.call for r, _ in present}) > 1 else record.history
-            calls.setdefault(key_, (record, []))[1].extend(ranks)
+            key = record.call if exact else record.history
+            calls.setdefault(key, (record, []))[1].extend(ranks)
         groups = sorted(calls.values(), key=lambda g: (-len(g[1]), min(g[1])))
-        exact = len({r.call for r, _ in groups}) > 1
         return Difference(seq, [(r, sorted(ranks)) for r, ranks in groups], agreed, exact)
     return None
+
+
+def _histories(statuses: Iterable[RankStatus]) -> list[tuple[dict[int, Record], list[int]]]:
+    """The different histories, by number of the call, and the ranks of each.
+
+    Ranks with the same newest record and the same hash have the same history.
+    """
+    alike: dict[tuple[int, int, int], tuple[dict[int, Record], list[int]]] = {}
+    for status in statuses:
+        if records := _records(status):
+            key = (records[-1].seq, records[-1].history, len(records))
+            if key not in alike:
+                alike[key] = ({r.seq: r for r in records}, [])
+            alike[key][1].append(status.rank)
+    return list(alike.values())
 
 
 def diagnose(
@@ -204,39 +205,45 @@ def _followed(
     Returns the ranks of a ring of waits, and the ranks that others wait for and that are not blocked. A
     ring cannot end by itself: each rank waits for a call that another makes only after its own wait.
     """
-    alike: dict[Wait, list[RankStatus]] = defaultdict(list)
-    free: list[RankStatus] = []
+    alike: dict[Wait | None, list[RankStatus]] = defaultdict(list)
     for status in statuses:
-        wait = _blocked(status, label)
-        if wait is None:
-            free.append(status)
-        else:
-            alike[wait].append(status)
+        alike[_blocked(status, label)].append(status)
     late: dict[int, RankStatus] = {}
     edges: dict[Wait, set[Wait]] = {}
-    open_ = [wait for wait in alike if wait.label == label] or list(alike)
+    waits = [wait for wait in alike if wait is not None]
+    open_ = [wait for wait in waits if wait.label == label] or waits
     while open_:
         wait = open_.pop()
         if wait in edges:
             continue
-        late |= {w.rank: w for w in free if _owes(w, wait, None, label)}
         edges[wait] = set()
-        for other, members in alike.items():
-            debtors = [w for w in members if _owes(w, wait, other, label)]
-            if debtors and wait.behind:  # the other ranks make this call in another thread as well
+        for other, debtors in _debtors(wait, alike, label).items():
+            # Behind the program, the other ranks make this call in another thread as well.
+            if other is None or wait.behind:
                 late |= {w.rank: w for w in debtors}
-            elif debtors:
+            else:
                 edges[wait].add(other)
         open_ += edges[wait]
-    ring = set(edges)
-    while True:
+    parted = [w for wait in _ring(edges) for w in alike[wait]]
+    return sorted(parted, key=lambda w: w.rank), sorted(late.values(), key=lambda w: w.rank)
+
+
+def _debtors(
+    wait: Wait, alike: Mapping[Wait | None, Sequence[RankStatus]], label: str
+) -> dict[Wait | None, list[RankStatus]]:
+    """The ranks that ``wait`` needs, by what they are blocked in themselves."""
+    owing = {own: [w for w in ranks if _owes(w, wait, own, label)] for own, ranks in alike.items()}
+    return {own: ranks for own, ranks in owing.items() if ranks}
+
+
+def _ring(edges: Mapping[Wait, set[Wait]]) -> set[Wait]:
+    """The waits that others of them lead to, and that lead to others of them."""
+    ring, kept = set[Wait](), set(edges)
+    while kept != ring:
+        ring = kept
         led = {other for wait in ring for other in edges[wait]}
         kept = {wait for wait in ring if edges[wait] & ring and wait in led}
-        if kept == ring:
-            break
-        ring = kept
-    parted = [w for wait in alike if wait in ring for w in alike[wait]]
-    return sorted(parted, key=lambda w: w.rank), sorted(late.values(), key=lambda w: w.rank)
+    return ring
 
 
 def _owes(status: RankStatus, wait: Wait, own: Wait | None, label: str) -> bool:
@@ -413,44 +420,39 @@ class _Case:
         return self._diagnosis("RankFrozen", fatal, [w.rank for w in frozen], lines)
 
     def late(self, late: list[RankStatus]) -> Diagnosis:
+        ranks = [w.rank for w in late]
         waiting = self._without(late)
-        sections = set(map(_section, late)) - {""} or set(map(_section, waiting)) - {""} or {""}
-        section = max(sections, key=self.limits.late_s)
+        section = self._longest_section(late) or self._longest_section(waiting)
         limit = self.limits.late_s(section)
         fatal = self.blocked_s >= limit
         lines = self._waits(waiting)[:1]
-        for status in late[:2]:
-            lines.append(f"  rank {status.rank}: {_whereabouts(status)}")
+        lines += [f"  rank {status.rank}: {_whereabouts(status)}" for status in late[:2]]
         if len(late) > 2:
-            lines[-1] = cut(lines[-1], 160) + f"; also {rank_ranges(w.rank for w in late[2:])}"
-        who = rank_ranges(w.rank for w in late)
+            lines[-1] = cut(lines[-1], 160) + f"; also {rank_ranges(ranks[2:])}"
         went_on = [w.rank for w in late if w.failed]
         key = self.limits.key(section)
         ended = f", or allow more than {limit:g} s ({key})." if key else f" within {limit:g} s."
         going = f"Not ended; limit {limit:g} s{f' ({key})' if key else ''}."
         if went_on:
             did = "went on after an error that the others did not have"
-            cause = f"{_cap(rank_ranges(went_on))} {did}. "
-            rest = f"Fix: {_CAUGHT}{ended}" if fatal else going
+            lines.append(
+                f"  {_cap(rank_ranges(went_on))} {did}. {f'Fix: {_CAUGHT}{ended}' if fatal else going}"
+            )
         else:
-            was = "was" if len(late) == 1 else "were"
-            where = " < ".join(
-                _whereabouts(late[0]).split(" < ")[:2]
-            )  # its line, and what called it
-            did = f"{was} late, and the others gave up: {where}"
-            cause = (
-                f"No other call so far: {who} {'is' if len(late) == 1 else 'are'} slow, or will not "
-                "make this call. "
+            was, are = ("was", "is") if len(late) == 1 else ("were", "are")
+            line_and_caller = " < ".join(_whereabouts(late[0]).split(" < ")[:2])
+            did = f"{was} late, and the others gave up: {line_and_caller}"
+            rest = "Fix: make this call on every rank" + ended
+            lines.append(
+                f"  No other call so far: {rank_ranges(ranks)} {are} slow, or will not "
+                f"make this call. {rest if fatal else f'Every rank has to make this call. {going}'}"
             )
-            rest = (
-                f"Fix: make this call on every rank{ended}"
-                if fatal
-                else f"Every rank has to make this call. {going}"
-            )
-        lines.append(f"  {cause}{rest}")
-        ranks = [w.rank for w in late]
         done = (went_on or ranks, did) if fatal else ((), "")
         return self._diagnosis("RankLate", fatal, ranks, lines, *done)
+
+    def _longest_section(self, statuses: Iterable[RankStatus]) -> str:
+        """The section with the longest limit that one of these ranks is in; "": none is in one."""
+        return max(set(map(_section, statuses)) - {""}, key=self.limits.late_s, default="")
 
     def stuck(self) -> Diagnosis:
         fatal = self.blocked_s >= self.limits.stuck_s

@@ -399,6 +399,21 @@ class Watchdog:
         if self._state.diagnosis is not None:
             self._enforce(now_s)
             return
+        due = self._due(now_s)
+        try:
+            self._listen(now_s)
+            for followed in list(self._sessions):
+                for errand in followed.errands:
+                    errand()
+            alone = not self._look(due)
+        except StoreLost:
+            alone = True
+        if alone and due is not None and self._state.diagnosis is None:
+            own = self._own_answer(due.label, due)
+            self._adopt(self._inquiry.judge_alone(due, self._settings, own))
+
+    def _due(self, now_s: float) -> TrackedCalls | None:
+        """The calls to ask about: those in doubt, or else the first that have waited for too long."""
         due: TrackedCalls | None = None
         for calls in self._followed():
             calls.note()
@@ -407,25 +422,19 @@ class Watchdog:
                 calls.report_due_s = 0.0
             if calls.clock.observe(now_s, wait) or calls.doubt:
                 due = calls if due is None or calls.doubt else due
-        alone = False
-        try:
-            self._listen(now_s)
-            for followed in list(self._sessions):
-                for errand in followed.errands:
-                    errand()
-            if self._has_rung or due is not None or self._views_due:
-                asked, views = self.messages.news(timeout_s=5 * self._settings.tick_s)
-                self._has_rung = False
-                self._show(views)
-                if asked > self._answered:
-                    self._answer(asked)
-                elif due is not None:
-                    alone = not self._inquire(asked + 1, due)
-        except StoreLost:
-            alone = due is not None
-        if alone and due is not None and self._state.diagnosis is None:
-            own = self._own_answer(due.label, due)
-            self._adopt(self._inquiry.judge_alone(due, self._settings, own))
+        return due
+
+    def _look(self, due: TrackedCalls | None) -> bool:
+        """Read the store if there may be news. Answer, or ask about ``due``; False: that failed."""
+        if not (self._has_rung or due is not None or self._views_due):
+            return True
+        asked, views = self.messages.news(timeout_s=5 * self._settings.tick_s)
+        self._has_rung = False
+        self._show(views)
+        if asked > self._answered:
+            self._answer(asked)
+            return True
+        return due is None or self._inquire(asked + 1, due)
 
     def _listen(self, now_s: float) -> None:
         """Note whether another rank wants this one to look into the store, if it is time to ask."""
