@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,11 +17,10 @@ from zeroshard.cli.telling import errors_told, note
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from zeroshard.config.machine_file import MachineFile
     from zeroshard.planner.candidates import Fit
 
-SAMPLES_PER_GPU = 8
-"""Of a step, if nothing says how many."""
+GPUS, MEMORY, SAMPLES_PER_GPU = 8, "80", 8
+"""If nothing says how many; the samples are those of a step."""
 
 
 class Precision(str, Enum):
@@ -75,42 +75,50 @@ def init_command(
             raise UsageError("--yes asks nothing, and --model is not given.")
     if not yes:
         model = model or typer.prompt("Model (a folder, config.json, or script.py:function)")
-        gpus = gpus or typer.prompt("GPUs", default=8, type=int)
-        memory = memory or typer.prompt("Memory of one GPU (GiB, or its name)", default="80")
+        gpus = gpus or typer.prompt("GPUs", default=GPUS, type=int)
+        memory = memory or typer.prompt("Memory of one GPU (GiB, or its name)", default=MEMORY)
         precision = precision or typer.prompt("Precision", default="bf16", type=Precision)
-    assert model is not None
-    ranks = gpus or 8
+    run = Answers(str(model), gpus or GPUS, memory or MEMORY, seq)
+    base = _base(precision or Precision.bf16, batch or SAMPLES_PER_GPU * run.gpus)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for module:function
     note("planning, which takes a minute or more for a large model")
     # The model's own prints are no part of the answer.
     with errors_told(), contextlib.redirect_stdout(sys.stderr):
-        if ranks < 1:
-            raise UsageError(f"GPUs: {ranks}. Give a number from 1.")
-        gib, machine = _memory(memory or "80")
-        from zeroshard.planner.fit import fit
-
-        base = _base(precision or Precision.bf16, batch or SAMPLES_PER_GPU * ranks)
-        found = fit(
-            model, base, aim="speed", ranks=ranks, length=seq, memory_gib=gib, machine=machine,
-            target="cuda",
-        )  # fmt: skip
+        found = _search(run, base)
         if found.chosen is not None:
             output.write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
-    _tell(found, output, model, ranks, memory or "80", seq)
+    print(_told(found, output, run))
     raise typer.Exit(0 if found.chosen is not None else DOES_NOT_FIT)
 
 
-def _memory(given: str) -> tuple[float | None, MachineFile | None]:
-    """GiB, or the machine of that name.
+@dataclass(frozen=True)
+class Answers:
+    """The answers. ``memory``: of one GPU, GiB or its name. ``seq``: tokens; None: of the model."""
 
-    Raises:
-        ConfigError: it is neither.
-    """
+    model: str
+    gpus: int
+    memory: str
+    seq: int | None
+
+    @property
+    def gib(self) -> float | None:
+        """GiB of one GPU; None: ``memory`` is a name."""
+        with contextlib.suppress(ValueError):
+            return float(self.memory)
+        return None
+
+
+def _search(run: Answers, base: dict[str, Any]) -> Fit:
+    # They import torch and more, which a mistake in the options does not need.
     from zeroshard.config.machine_file import load_machine
+    from zeroshard.planner.fit import fit
 
-    with contextlib.suppress(ValueError):
-        return float(given), None
-    return None, load_machine(given)
+    if run.gpus < 1:
+        raise UsageError(f"GPUs: {run.gpus}. Give a number from 1.")
+    return fit(
+        run.model, base, aim="speed", ranks=run.gpus, length=run.seq, memory_gib=run.gib,
+        machine=load_machine(run.memory) if run.gib is None else None, target="cuda",
+    )  # fmt: skip
 
 
 def _base(precision: Precision, batch: int) -> dict[str, Any]:
@@ -125,29 +133,24 @@ def _base(precision: Precision, batch: int) -> dict[str, Any]:
     return config
 
 
-def _tell(found: Fit, output: Path, model: str, ranks: int, memory: str, seq: int | None) -> None:
-    """Print what was chosen and the next commands."""
+def _told(found: Fit, output: Path, run: Answers) -> str:
+    """What was chosen, and the next commands."""
     from zeroshard.core.sizes import size_text
 
     peak = size_text(found.plan.peak_nbytes)
     limit = size_text(found.plan.limit_nbytes or 0)
     if found.chosen is None:
-        print(
+        return (
             f"Nothing fits {limit}: the smallest of {found.count} configurations needs {peak} on each "
             f"GPU. {output} was not written. Use more GPUs, or shorter samples (--seq)."
         )
-        return
-    print(f"{output}: {found.chosen.text}")
-    print(
-        f"Peak memory of a GPU: {peak} of {limit}, as planned. The learning rate is yours to choose."
-    )
-    if found.chosen.checkpointing:
-        print("Add to the program: model.gradient_checkpointing_enable()")
-    limit_option = (
-        f"--memory {memory}" if memory.replace(".", "").isdigit() else f"--machine {memory}"
-    )
-    length = "" if seq is None else f" --seq {seq}"
-    print(f"Train:   zeroshard launch --nproc {ranks} train.py")
-    print(
-        f"Details: zeroshard plan {model} --config {output} --ranks {ranks} {limit_option}{length}"
-    )
+    memory = f"--machine {run.memory}" if run.gib is None else f"--memory {run.memory}"
+    length = "" if run.seq is None else f" --seq {run.seq}"
+    lines = [
+        f"{output}: {found.chosen.text}",
+        f"Peak memory of a GPU: {peak} of {limit}, as planned. The learning rate is yours to choose.",
+        "Add to the program: model.gradient_checkpointing_enable()",
+        f"Train:   zeroshard launch --nproc {run.gpus} train.py",
+        f"Details: zeroshard plan {run.model} --config {output} --ranks {run.gpus} {memory}{length}",
+    ]
+    return "\n".join(lines if found.chosen.checkpointing else lines[:2] + lines[3:])
