@@ -5,8 +5,8 @@
     def test_ranks_agree(stage): ...
 
 The body runs on every rank. Ranks are children of a fork server that has imported torch once. They live
-for the whole test session. Each test gets a new process group, whose store the test process serves.
-After a failure the ranks are killed, and the next test forks new ones.
+for the whole test session. Each test gets a new process group, with a file as its store. After a failure
+the ranks are killed, and the next test forks new ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from multiprocessing import context, forkserver, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from zeroshard.run.address import unused_port
 from zeroshard.run.listening import gloo_on_loopback
@@ -102,15 +100,12 @@ def run_ranks(
     __tracebackhide__ = True
     expect_death = dict(expect_death or {})
     folder = tempfile.mkdtemp(prefix="zeroshard-ranks-")
-    # Served here: it outlives ranks that die, and nobody polls as with a file.
-    store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
     job = _job(
         body,
         pickled=_pickle_arguments(body, args, dict(kwargs or {})),
         world_size=n,
         backend=backend if group else None,
         folder=folder,
-        store_port=store.port,
     )
     jobs = [
         replace(
@@ -313,7 +308,6 @@ def _job(
     world_size: int,
     backend: str | None,
     folder: str,
-    store_port: int,
 ) -> TestJob:
     body = inspect.unwrap(body, stop=lambda f: not hasattr(f, "rank_body"))
     module, qualname = body.__module__, body.__qualname__
@@ -332,8 +326,7 @@ def _job(
         world_size=world_size,
         backend=backend,
         folder=folder,
-        store_port=store_port,
-        environ=_environ(world_size, store_is_served=backend is not None),
+        environ=_environ(world_size),
         path=list(sys.path),
         cwd=os.getcwd(),
         seed=zlib.crc32(f"{module}.{qualname}".encode()),
@@ -341,11 +334,8 @@ def _job(
     )
 
 
-def _environ(world_size: int, store_is_served: bool) -> dict[str, str]:
-    """This process's variables and those of ``torchrun``, except ``RANK`` and ``LOCAL_RANK``.
-
-    ``store_is_served``: by this process, as by a launcher, so that it outlives rank 0.
-    """
+def _environ(world_size: int) -> dict[str, str]:
+    """This process's variables and those of ``torchrun``, except ``RANK`` and ``LOCAL_RANK``."""
     return {
         **gloo_on_loopback(),
         **os.environ,
@@ -353,7 +343,6 @@ def _environ(world_size: int, store_is_served: bool) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(unused_port()),
-        **({"TORCHELASTIC_USE_AGENT_STORE": "True"} if store_is_served else {}),
     }
 
 

@@ -29,7 +29,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from zeroshard.device.cuda import is_initialized
 from zeroshard.testing import leak_check
@@ -49,8 +49,7 @@ class TestJob:
     rank: int
     world_size: int
     backend: str | None  # None: the body starts its process group itself
-    folder: str  # of this run: outputs
-    store_port: int  # of the test process, on loopback
+    folder: str  # of this run: rendezvous file and outputs
     environ: dict[str, str]
     path: list[str]
     cwd: str
@@ -158,7 +157,7 @@ def _run_body(job: TestJob) -> Any:
     if job.backend is not None:
         dist.init_process_group(
             job.backend,
-            store=TCPStore("127.0.0.1", job.store_port, is_master=False, wait_for_workers=False),
+            store=FileStore(str(Path(job.folder, "rendezvous")), job.world_size),
             rank=job.rank,
             world_size=job.world_size,
         )
