@@ -74,6 +74,14 @@ def test_nothing_is_written_if_nothing_fits(runs, tmp_path):
     assert not (tmp_path / "zeroshard.json").exists()
 
 
+@pytest.mark.parametrize("gpus", ["0", "-1"])
+def test_no_gpu_is_no_answer(runs, tmp_path, gpus):
+    done = runs(*FEW, answers=f"{MODEL}\n{gpus}\n1\nbf16\n")
+    assert done.exit_code == 2
+    assert f"GPUs: {gpus}. Give a number from 1." in done.output
+    assert not [*tmp_path.glob("*.json")]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

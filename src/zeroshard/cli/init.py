@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -18,6 +19,8 @@ from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
     from zeroshard.planner.candidates import Fit
+
+T = TypeVar("T")
 
 GPUS, MEMORY, SAMPLES_PER_GPU = 8, "80", 8
 """If nothing says how many; the samples are those of a step."""
@@ -73,21 +76,23 @@ def init_command(
             raise UsageError(f"{output} cannot be written: there is no folder {output.parent}.")
         if model is None and yes:
             raise UsageError("--yes asks nothing, and --model is not given.")
-    if not yes:
-        model = model or typer.prompt("Model (a folder, config.json, or script.py:function)")
-        gpus = gpus or typer.prompt("GPUs", default=GPUS, type=int)
-        memory = memory or typer.prompt("Memory of one GPU (GiB, or its name)", default=MEMORY)
-        precision = precision or typer.prompt("Precision", default="bf16", type=Precision)
-    run = Answers(str(model), gpus or GPUS, memory or MEMORY, seq)
-    base = _base(precision or Precision.bf16, batch or SAMPLES_PER_GPU * run.gpus)
+    asks = not yes
+    answers = Answers(
+        _answer(model, asks, "Model (a folder, config.json, or script.py:function)", None, str),
+        _answer(gpus, asks, "GPUs", GPUS, int),
+        _answer(memory, asks, "Memory of one GPU (GiB, or its name)", MEMORY, str),
+        seq,
+    )
+    chosen = _answer(precision, asks, "Precision", Precision.bf16, Precision)
+    base = _base(chosen, batch or SAMPLES_PER_GPU * answers.gpus)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for module:function
     note("planning, which takes a minute or more for a large model")
     # The model's own prints are no part of the answer.
     with errors_told(), contextlib.redirect_stdout(sys.stderr):
-        found = _search(run, base)
+        found = _search(answers, base)
         if found.chosen is not None:
             output.write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
-    print(_told(found, output, run))
+    print(_told(found, output, answers))
     raise typer.Exit(0 if found.chosen is not None else DOES_NOT_FIT)
 
 
@@ -106,6 +111,16 @@ class Answers:
         with contextlib.suppress(ValueError):
             return float(self.memory)
         return None
+
+
+def _answer(
+    given: T | None, asks: bool, question: str, default: T | None, kind: Callable[[str], T]
+) -> T:
+    """The option, or else the answer of the user, or the default."""
+    if given is not None:
+        return given
+    shown: Any = default.value if isinstance(default, Enum) else default
+    return kind(typer.prompt(question, default=shown, type=kind) if asks else shown)
 
 
 def _search(run: Answers, base: dict[str, Any]) -> Fit:

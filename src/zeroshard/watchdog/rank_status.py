@@ -91,8 +91,6 @@ _OF_ANYBODY = {
     "save_state": "save",
     "load_state": "load",
 }
-DOES_NOT_ANSWER = "does not answer"
-RUNS_BUT_DOES_NOT_ANSWER = f"its process runs but {DOES_NOT_ANSWER}"
 _CALLS_OF_TORCH = _TORCH + os.path.join("distributed", "distributed_c10d.py")
 _WAIT_OF_TORCH = (_TORCH + os.path.join("distributed", "_functional_collectives.py"), "wait_tensor")
 """Where the host waits for a collective of a DTensor."""
@@ -252,7 +250,8 @@ def status_from_host(peer: Peer, here: Process, *, asked: bool = True) -> RankSt
         fate, detail = "runs", ""
     flight = read_recording_file(Path(peer.recording)) if fate != "unknown" else None
     if fate == "unknown" or (fate == "runs" and asked):
-        fate, detail = "silent", DOES_NOT_ANSWER if flight is None else RUNS_BUT_DOES_NOT_ANSWER
+        known = "" if flight is None else "its process runs but "
+        fate, detail = "silent", f"{known}does not answer"
     return RankStatus(
         rank=peer.rank,
         flight=flight,
@@ -264,8 +263,8 @@ def status_from_host(peer: Peer, here: Process, *, asked: bool = True) -> RankSt
 
 
 def with_stack(status: RankStatus, peer: Peer, here: Process) -> RankStatus:
-    """The status, with the stack of a process that runs but does not answer."""
-    if status.detail != RUNS_BUT_DOES_NOT_ANSWER:
+    """The status, with the stack of a process of this host that runs but does not answer."""
+    if status.fate != "silent":
         return status
     stack = innermost(peer.ask_for_stack(here))
     return replace(status, stack=stack, detail=f"{status.detail} (in {stack})") if stack else status
