@@ -331,20 +331,20 @@ def open_session(
         watchdog.check()
     number, namespace = _store_namespace(ranks, dist.get_rank(group))
     crew = SetUpRanks(ranks, dist.get_rank(group), number, call, settings, watchdog)
-    sweep_recordings()
-    # Before the agreement: a rank that has agreed finds the recordings of all ranks of its host.
-    recorder = Recorder(
-        recording=crew.recording, ring=settings.ring, rank=ranks[crew.me], group_size=len(ranks)
-    )
-    with watchdog.set_up(number + 1, call, settings) if watchdog else contextlib.nullcontext():
-        try:
-            peers = _agree(crew, namespace, plan, device_use(group, device))
-            return _open(crew, peers, recorder, group, transport, device, purposes, mesh, kinds)
-        except BaseException:
-            recorder.close()
-            if watchdog is not None:
-                watchdog.release()
-            raise
+    set_up = watchdog.set_up(number + 1, call, settings) if watchdog else contextlib.nullcontext()
+    with set_up, contextlib.ExitStack() as undo:
+        if watchdog is not None:
+            undo.callback(watchdog.release)
+        sweep_recordings()
+        # Before the agreement: a rank that has agreed finds the recordings of all ranks of its host.
+        recorder = Recorder(
+            recording=crew.recording, ring=settings.ring, rank=ranks[crew.me], group_size=len(ranks)
+        )
+        undo.callback(recorder.close)
+        peers = _agree(crew, namespace, plan, device_use(group, device))
+        session = _open(crew, peers, recorder, group, transport, device, purposes, mesh, kinds)
+        undo.pop_all()
+        return session
 
 
 @contextlib.contextmanager
