@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from support.kept_rows import ROWS
+
 Row = TypeVar("Row", bound=tuple[Hashable, ...])
 
 FULL = os.environ.get("ZEROSHARD_TEST_ALL") == "1"
@@ -48,21 +50,40 @@ def rows_for_full(items: Sequence[Any]) -> set[Any]:
     """Of collected ``items``, the rows that only ``make test-full`` runs.
 
     Of a test in one of the folders :data:`EXPENSIVE`, so many rows stay that each value of each parameter
-    occurs. Of the ZeRO stages stage 3 stays, which does most of what the others do, and one more, chosen
-    by the name of the test. The tuples of one ``parametrize`` are values themselves: all of them stay.
+    occurs, at one ZeRO stage, chosen by the name of the test: stage 3 of every other test, since it does
+    most of what the others do. The tuples of one ``parametrize`` are values themselves: all of them stay.
+    Of a test in :data:`kept_rows.ROWS` as many stay as are named there, from its first to its last.
     """
     by_test: dict[str, list[Any]] = {}
     for item in items:
-        if hasattr(item, "callspec") and EXPENSIVE.intersection(item.nodeid.split("/")):
-            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[Any] = set()
     for name, rows in by_test.items():
-        stages = _stages({row.callspec.params.get("stage") for row in rows}, name)
-        rows.sort(key=lambda row: row.callspec.params.get("stage") not in stages)  # are taken last
-        values = [_values(row, stages) for row in rows]
-        kept = _cover(values)
-        left_out |= {row for at, row in enumerate(rows) if at not in kept}
+        kept = [rows[at] for at in sorted(_representatives(name, rows))]
+        limit = _limit(name, len(kept))
+        kept = [kept[at * len(kept) // limit] for at in range(limit)]
+        left_out.update({*rows}.difference(kept))
     return left_out
+
+
+def _limit(name: str, count: int) -> int:
+    """How many of ``count`` rows of a test may stay."""
+    file, _, test = name.removeprefix("tests/").partition("::")
+    return min(count, ROWS.get(file, {}).get(test.rpartition("::")[2], count))
+
+
+def _representatives(name: str, rows: Sequence[Any]) -> set[int]:
+    """Positions of rows in which each value of each parameter occurs, but for ZeRO stages."""
+    if not EXPENSIVE.intersection(name.split("/")) or not hasattr(rows[0], "callspec"):
+        return {*range(len(rows))}
+    stages = _stages({_stage(row) for row in rows}, name)
+    order = sorted(range(len(rows)), key=lambda at: _stage(rows[at]) not in stages)
+    chosen = _cover([_values(rows[at], stages) for at in order])
+    return {order[at] for at in chosen}
+
+
+def _stage(row: Any) -> Any:
+    return row.callspec.params.get("stage")
 
 
 def _values(row: Any, stages: set[Any]) -> set[Hashable]:
@@ -79,10 +100,11 @@ def _values(row: Any, stages: set[Any]) -> set[Hashable]:
 
 def _stages(found: set[Any], name: str) -> set[Any]:
     """Of the ZeRO stages ``found``, those that ``make test`` runs. Everything else is no stage."""
-    if not found <= {0, 1, 2, 3} or len(found) < 3:
+    if not found <= {0, 1, 2, 3} or len(found) < 2:
         return found
+    turn = zlib.crc32(name.encode())
     others = sorted(found - {3})
-    return {3, others[zlib.crc32(name.encode()) % len(others)]}
+    return {3} if 3 in found and turn % 2 else {others[turn // 2 % len(others)]}
 
 
 def _chosen(rows: Sequence[Row], *, together: int) -> list[Row]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+from support import kept_rows
 from support.covering import covering, each_value, rows_for_full
 
+TESTS = Path(__file__).parents[1]
 TABLES = {
     "four columns": [*itertools.product(range(4), "abc", (True, False), (1, 2, 3))],
     "rows that are not allowed": [
@@ -79,19 +83,34 @@ def kept(test: str, **parameters: list) -> list[tuple]:
     return [values for row, values in rows.items() if row not in rows_for_full([*rows])]
 
 
-def test_each_value_and_two_stages_of_a_test_with_engines_run():
+def test_each_value_at_one_stage_runs_of_a_test_with_engines():
     rows = kept("tests/ranks/test_a.py::test_it", stage=[0, 1, 2, 3], precision=["a", "b", "c"])
     assert len(rows) == 3
     assert {precision for _, precision in rows} == {"a", "b", "c"}
-    assert 3 in {stage for stage, _ in rows}
-    assert len({stage for stage, _ in rows}) == 2
+    assert len({stage for stage, _ in rows}) == 1
 
 
-def test_all_stages_run_with_some_test():
-    tests = [f"tests/ranks/test_a.py::test_{number}" for number in range(20)]
-    rows = [row for test in tests for row in kept(test, stage=[0, 1, 2, 3])]
-    assert {stage for (stage,) in rows} == {0, 1, 2, 3}
-    assert len(rows) == 40
+def test_all_stages_run_with_some_test_and_stage_3_with_every_other():
+    tests = [f"tests/ranks/test_a.py::test_{number}" for number in range(40)]
+    rows = Counter(row for test in tests for row in kept(test, stage=[0, 1, 2, 3]))
+    assert rows.total() == 40
+    assert {*rows} == {(0,), (1,), (2,), (3,)}
+    assert 14 <= rows[3,] <= 26
+
+
+def test_the_limit_of_a_test_is_kept_with_its_first_row_and_all_sides_of_its_table(monkeypatch):
+    monkeypatch.setitem(kept_rows.ROWS, "ranks/test_a.py", {"test_it": 3, "test_never": 0})
+    assert kept("tests/ranks/test_a.py::test_it", name=[*"abcdefghi"]) == [("a",), ("d",), ("g",)]
+    assert kept("tests/ranks/test_a.py::TestAll::test_it", name=[*"ab"]) == [("a",), ("b",)]
+    assert kept("tests/ranks/test_a.py::test_never", name=[*"ab"]) == []
+    assert len(kept("tests/ranks/test_a.py::test_other", name=[*"abcde"])) == 5
+
+
+def test_every_limit_is_one_of_a_test():
+    for file, limits in kept_rows.ROWS.items():
+        text = (TESTS / file).read_text()
+        missing = [name for name in limits if f"def {name}(" not in text]
+        assert not missing, (file, missing)
 
 
 def test_all_rows_of_a_cheap_test_run():
