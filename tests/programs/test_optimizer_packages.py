@@ -175,6 +175,7 @@ def test_an_element_wise_optimizer_gives_the_bits_of_plain_pytorch(package, name
     compare(CASE, make, PLACES, tmp_path, steps=STEPS, world=1, most=0.0)
 
 
+@pytest.mark.timeout(620)
 @pytest.mark.parametrize("package", TRAINED)
 @on_ranks(2, timeout=600)
 def test_element_wise_optimizers_train_on_two_ranks_as_in_plain_pytorch(package, tmp_path):
