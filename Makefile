@@ -103,7 +103,7 @@ test-full: $(READY) .trackers/.ready
 # and so do DeepSpeed, for the programs that are compared with it, and packages of optimizers.
 test-programs: .programs/.ready .peer/.ready .optimizers/.ready .ray/.ready
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest tests/programs/test_packages.py -k trl $(ARGS)
-	PYTHONPATH=.programs timeout --kill-after=30 $(TEST_LIMIT) \
+	PYTHONPATH=$(CURDIR)/.programs timeout --kill-after=30 $(TEST_LIMIT) \
 		$(BIN)/python -m pytest tests/programs/test_packages.py -k "llamafactory or swift" $(ARGS)
 	ZEROSHARD_TEST_DEEPSPEED=$(CURDIR)/.peer TORCH_EXTENSIONS_DIR=$(CURDIR)/.peer/built \
 		timeout --kill-after=30 $(TEST_LIMIT) \
@@ -111,9 +111,9 @@ test-programs: .programs/.ready .peer/.ready .optimizers/.ready .ray/.ready
 	ZEROSHARD_TEST_DEEPSPEED=$(CURDIR)/.peer TORCH_EXTENSIONS_DIR=$(CURDIR)/.peer/built \
 		timeout --kill-after=30 $(TEST_LIMIT) \
 		$(BIN)/python -m pytest tests/compat/test_same_as_deepspeed.py $(ARGS)
-	PYTHONPATH=.optimizers timeout --kill-after=30 $(TEST_LIMIT) \
+	PYTHONPATH=$(CURDIR)/.optimizers timeout --kill-after=30 $(TEST_LIMIT) \
 		$(BIN)/python -m pytest tests/programs/test_optimizer_packages.py $(ARGS)
-	PYTHONPATH=.ray timeout --kill-after=30 $(TEST_LIMIT) \
+	PYTHONPATH=$(CURDIR)/.ray timeout --kill-after=30 $(TEST_LIMIT) \
 		$(BIN)/python -m pytest tests/programs/test_ray.py $(ARGS)
 
 .programs/.ready: $(READY) tests/programs/older.txt
