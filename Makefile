@@ -39,7 +39,7 @@ help:
 	@echo "make test         run the tests (ARGS='tests/unit -k layout')"
 	@echo "make test-full    run every row of every table of tests, about an hour"
 	@echo "make test-programs  install TRL, LLaMA-Factory, ms-swift, DeepSpeed and Ray, and run their programs"
-	@echo "make lint         check style, format and types"
+	@echo "make lint         check style, format, limits of size and complexity, and types"
 	@echo "make bench        measure beside other libraries, a quarter of an hour (ARGS='--only a1')"
 	@echo "make docs         build the pages of docs/ as a site, build/docs/index.html"
 	@echo "make docs-compat  write docs/compat.md from the table of names"
@@ -140,6 +140,7 @@ test-programs: .programs/.ready .peer/.ready .optimizers/.ready .ray/.ready
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/limits.py
 	timeout --kill-after=30 $(TYPE_LIMIT) $(BIN)/mypy
 
 bench: $(READY)

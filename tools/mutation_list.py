@@ -629,8 +629,8 @@ MUTATIONS = [
     Mutation(
         "two-names-of-a-key-that-disagree",
         "config/parse.py",
-        "            if parent[new_name] != value:\n",
-        "            if parent[new_name] is None:\n",
+        "        if parent[new_name] != value:\n",
+        "        if parent[new_name] is None:\n",
         "tests/unit/test_config_errors.py::test_wrong_config_is_answered_with_its_message",
     ),
     Mutation(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -156,45 +157,52 @@ def _send(
     source: BlockFile | None = None
     writer: BlockWriter | None = None
     fresh = target.with_name(f".{target.name}.from-{holder}-to-{comm.rank}")
-    try:
+    with _noted(problems):
         if comm.rank == holder:
             source = BlockFile(target, file.nbytes, file.crc32, block_nbytes=block_nbytes)
         elif not target.exists() or target.stat().st_size != file.nbytes:
             target.parent.mkdir(parents=True, exist_ok=True)
             fresh.unlink(missing_ok=True)
             writer = BlockWriter(fresh, file.nbytes)
-    except (CheckpointError, OSError) as error:
-        problems.append(str(error))
     host = torch.empty(min(block_nbytes, file.nbytes), dtype=torch.uint8)
     for block, begin in enumerate(range(0, file.nbytes, block_nbytes)):
         part = host[: file.nbytes - begin]
-        try:
-            if source is not None and not problems:
+        if source is not None and not problems:  # else it is sent as it is, and no rank keeps it
+            with _noted(problems):
                 source.read(begin, bytes_of(part))
-        except CheckpointError as error:  # later blocks are sent too, and no rank keeps them
-            problems.append(str(error))
         moving = part.to(device)
         comm.broadcast(moving, holder, name=f"checkpoint file {target.name}").wait()
         part.copy_(moving)
-        try:
-            if writer is not None and not problems:
+        if writer is not None and not problems:
+            with _noted(problems):
                 if zlib.crc32(bytes_of(part)) != file.crc32[block]:
                     raise CheckpointError(
                         f"{target} was damaged when it arrived from rank {holder}."
                     )
                 writer.write(bytes_of(part))
-        except (CheckpointError, OSError) as error:
-            problems.append(str(error))
+    if source is not None:
+        source.close()
+    if writer is not None:
+        with _noted(problems):
+            _finish(writer, fresh, target, is_complete=not problems)
+    return problems[0] if problems else ""
+
+
+def _finish(writer: BlockWriter, fresh: Path, target: Path, *, is_complete: bool) -> None:
+    """Put a complete file in its place, or remove what was written of it."""
     try:
-        if writer is not None and not problems:
+        if is_complete:
             writer.finish()
             fresh.replace(target)
+    finally:
+        writer.close()
+        fresh.unlink(missing_ok=True)
+
+
+@contextmanager
+def _noted(problems: list[str]) -> Iterator[None]:
+    """A context that notes an error of files instead of raising it."""
+    try:
+        yield
     except (CheckpointError, OSError) as error:
         problems.append(str(error))
-    finally:
-        if writer is not None:
-            writer.close()
-            fresh.unlink(missing_ok=True)
-        if source is not None:
-            source.close()
-    return problems[0] if problems else ""

@@ -261,9 +261,7 @@ def _read_state(
         nonce=secrets.token_hex(4),
         digests=_digest_parts(local, frozen),
         buffers={name: _crc(buffer) for name, buffer in metadata.buffers.items()},
-        frozen_dtypes={
-            fqn: facts["dtype"] for fqn, facts in parameters.items() if not facts["trained"]
-        },
+        frozen_dtypes=_frozen_dtypes(parameters),
         frozen_here=here,
         frozen_state={name: state for name, (state, _) in found.items()},
     )
@@ -276,6 +274,11 @@ def _read_state(
         groups=merged([local.groups(unit) for unit in local.units]),
         frozen={name: saved for name, (_, saved) in found.items() if saved is not None},
     )
+
+
+def _frozen_dtypes(parameters: Mapping[str, Mapping[str, Any]]) -> dict[str, Dtype]:
+    """The dtypes of parameters that are not trained, by name."""
+    return {fqn: facts["dtype"] for fqn, facts in parameters.items() if not facts["trained"]}
 
 
 def _find_frozen(root: Path, name: str) -> tuple[str, Manifest | None]:

@@ -7,7 +7,7 @@ import json
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
@@ -15,6 +15,7 @@ from zeroshard.cli.telling import AsJson, errors_told
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
+    from zeroshard.config.machine_file import MachineFile
     from zeroshard.planner.gpu_kernels import Target
     from zeroshard.planner.plan import Plan
 
@@ -35,81 +36,108 @@ class Aim(str, Enum):
     memory = "memory"
 
 
+ModelName = Annotated[
+    str | None,
+    typer.Argument(
+        help="A folder or config.json of Transformers, a type of its models, module:function, "
+        "script.py:function, or a script.py that defines plan_entry()."
+    ),
+]
+ConfigFile = Annotated[str | None, typer.Option(help="The configuration of the run (JSON).")]
+NumRanks = Annotated[int, typer.Option(min=1, help="Number of ranks.")]
+RanksPerNode = Annotated[
+    int | None,
+    typer.Option(min=1, help="Ranks of a node. Default: those of --machine, or one node."),
+]
+MicroBatch = Annotated[
+    str | None,
+    typer.Option(help='Samples of a micro-batch, or "max": the most that fit --memory.'),
+]
+SampleLength = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
+DeviceMemory = Annotated[float | None, typer.Option(help="GiB of memory of one device.")]
+FitAim = Annotated[
+    Aim | None,
+    typer.Option(
+        help="Find stage, offload, activation checkpointing and micro-batch that fit --memory: the "
+        "fastest, or those with the smallest peak."
+    ),
+]
+FitAxes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="AXES",
+        help='The axes of the mesh that --fit may choose: "tensor", for all sizes that divide the '
+        'ranks and a node, "tensor=1,4", for these, "pipeline", or "tensor,pipeline". Default: the '
+        "mesh stays.",
+    ),
+]
+MachineName = Annotated[
+    str | None,
+    typer.Option(
+        help="Predict the time of a step on this machine: a100, h100, h200, rtx4090, or a TOML file."
+    ),
+]
+TargetDevice = Annotated[
+    PlannedDevice | None,
+    typer.Option(
+        help="Plan the operations of this kind of device. Default: that of --machine, or the CPU."
+    ),
+]
+MeasuredFile = Annotated[
+    str | None,
+    typer.Option(
+        "--measure",
+        metavar="FILE.toml",
+        help="Measure this machine's CPU, collectives and disk into this file, and plan nothing.",
+    ),
+]
+PageFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Also write a page with figures into this file."),
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Also write the step as a trace for chrome://tracing and Perfetto into this file.",
+    ),
+]
+OnlyCheck = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        help="Exit with 3 if the run does not fit --memory, and do not look for changes.",
+    ),
+]
+
+
+class _Conditions(TypedDict):
+    """The arguments that every function of the planner has: what the run trains on, and with."""
+
+    ranks_per_node: int | None
+    length: int | None
+    memory_gib: float | None
+    machine: MachineFile | None
+    target: Target | None
+
+
 def plan_command(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A folder or config.json of Transformers, a type of its models, module:function, "
-            "script.py:function, or a script.py that defines plan_entry()."
-        ),
-    ] = None,
-    config: Annotated[str | None, typer.Option(help="The configuration of the run (JSON).")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
-    ranks_per_node: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks of a node. Default: those of --machine, or one node."),
-    ] = None,
-    batch: Annotated[
-        str | None,
-        typer.Option(help='Samples of a micro-batch, or "max": the most that fit --memory.'),
-    ] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GiB of memory of one device.")] = None,
-    fit: Annotated[
-        Aim | None,
-        typer.Option(
-            help="Find stage, offload, activation checkpointing and micro-batch that fit --memory: the "
-            "fastest, or those with the smallest peak."
-        ),
-    ] = None,
-    fit_axes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AXES",
-            help='The axes of the mesh that --fit may choose: "tensor", for all sizes that divide the '
-            'ranks and a node, "tensor=1,4", for these, "pipeline", or "tensor,pipeline". Default: the '
-            "mesh stays.",
-        ),
-    ] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(
-            help="Predict the time of a step on this machine: a100, h100, h200, rtx4090, or a TOML file."
-        ),
-    ] = None,
-    target: Annotated[
-        PlannedDevice | None,
-        typer.Option(
-            help="Plan the operations of this kind of device. Default: that of --machine, or the CPU."
-        ),
-    ] = None,
-    measured: Annotated[
-        str | None,
-        typer.Option(
-            "--measure",
-            metavar="FILE.toml",
-            help="Measure this machine's CPU, collectives and disk into this file, and plan nothing.",
-        ),
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write a page with figures into this file."),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also write the step as a trace for chrome://tracing and Perfetto into this file.",
-        ),
-    ] = None,
+    model: ModelName = None,
+    config: ConfigFile = None,
+    ranks: NumRanks = 1,
+    ranks_per_node: RanksPerNode = None,
+    batch: MicroBatch = None,
+    seq: SampleLength = None,
+    memory: DeviceMemory = None,
+    fit: FitAim = None,
+    fit_axes: FitAxes = None,
+    machine: MachineName = None,
+    target: TargetDevice = None,
+    measured: MeasuredFile = None,
+    html: PageFile = None,
+    trace: TraceFile = None,
     as_json: AsJson = False,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Exit with 3 if the run does not fit --memory, and do not look for changes.",
-        ),
-    ] = False,
+    check: OnlyCheck = False,
 ) -> None:
     """Say what a run needs in memory and traffic, without running it. Nothing is downloaded."""
     if measured is not None:
@@ -125,68 +153,125 @@ def plan_command(
             file=sys.stderr,
         )
         raise typer.Exit(2)
-    # They import torch and more, and only this command needs them.
+    # It imports torch and more, and only this command needs it.
     from zeroshard.config.machine_file import load_machine
-    from zeroshard.planner.axes import read_axes
-    from zeroshard.planner.changes import with_changes
-    from zeroshard.planner.fit import fit as fit_run
-    from zeroshard.planner.make_plan import make_plan, plan_of_largest_batch
-    from zeroshard.planner.plan_text import plan_console, show, show_fit
 
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for module:function
-    if fit is not None and (html is not None or trace is not None):
-        with errors_told():
-            raise UsageError(
-                "--html and --trace are of one plan, and --fit makes several. Leave them out, and "
-                "plan the configuration that it prints with them."
-            )
-    if fit is None and fit_axes is not None:
-        with errors_told():
-            raise UsageError("--fit-axes says what --fit may choose, which is not given.")
-    # The model's own prints are no part of the answer, which may be JSON.
+    with errors_told():
+        _refuse_together(fit, fit_axes, batch, html, trace)
+        conditions: _Conditions = {
+            "ranks_per_node": ranks_per_node,
+            "length": seq,
+            "memory_gib": memory,
+            "machine": None if machine is None else load_machine(machine),
+            "target": None if target is None else target.value,
+        }
     if fit is not None:
-        with errors_told(), contextlib.redirect_stdout(sys.stderr):
-            if batch is not None:
-                raise UsageError("--fit chooses the micro-batch. Leave --batch out.")
-            axes = None if fit_axes is None else read_axes(fit_axes)
-            computer = None if machine is None else load_machine(machine)
-            searched = fit_run(
-                model, Path(config), aim=fit.value, ranks=ranks, length=seq, memory_gib=memory,
-                machine=computer, target=None if target is None else target.value,
-                axes=axes, ranks_per_node=ranks_per_node,
-            )  # fmt: skip
-        if as_json:
-            print(json.dumps(searched.as_dict(), indent=1))
-        else:
-            show_fit(searched, plan_console())
-        raise typer.Exit(0 if searched.chosen is not None else DOES_NOT_FIT)
-    kind: Target | None = None if target is None else target.value
+        _search(model, Path(config), ranks, conditions, fit, fit_axes, as_json=as_json)
+    else:
+        found = _planned(
+            model, Path(config), ranks, conditions, batch, html, trace, with_changes=not check
+        )
+        _tell(found, as_json=as_json)
+        if check and not found.fits:
+            raise typer.Exit(DOES_NOT_FIT)
+
+
+def _refuse_together(
+    fit: Aim | None, fit_axes: str | None, batch: str | None, html: Path | None, trace: Path | None
+) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        UsageError: with the option to leave out.
+    """
+    if fit is None:
+        if fit_axes is not None:
+            raise UsageError("--fit-axes says what --fit may choose, which is not given.")
+        return
+    if html is not None or trace is not None:
+        raise UsageError(
+            "--html and --trace are of one plan, and --fit makes several. Leave them out, and "
+            "plan the configuration that it prints with them."
+        )
+    if batch is not None:
+        raise UsageError("--fit chooses the micro-batch. Leave --batch out.")
+
+
+def _search(
+    model: str,
+    config: Path,
+    ranks: int,
+    conditions: _Conditions,
+    aim: Aim,
+    fit_axes: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the configuration that fits. Ends the command."""
+    from zeroshard.planner.axes import read_axes
+    from zeroshard.planner.fit import fit
+    from zeroshard.planner.plan_text import plan_console, show_fit
+
+    # The model's own prints are no part of the answer, which may be JSON.
     with errors_told(), contextlib.redirect_stdout(sys.stderr):
-        computer = None if machine is None else load_machine(machine)
+        axes = None if fit_axes is None else read_axes(fit_axes)
+        searched = fit(model, config, aim=aim.value, ranks=ranks, axes=axes, **conditions)
+    if as_json:
+        print(json.dumps(searched.as_dict(), indent=1))
+    else:
+        show_fit(searched, plan_console())
+    raise typer.Exit(0 if searched.chosen is not None else DOES_NOT_FIT)
+
+
+def _planned(
+    model: str,
+    config: Path,
+    ranks: int,
+    conditions: _Conditions,
+    batch: str | None,
+    html: Path | None,
+    trace: Path | None,
+    *,
+    with_changes: bool,
+) -> Plan:
+    """One plan, of which the files that were asked for are written.
+
+    ``with_changes``: also look for changes that make it fit, which costs several more simulations.
+    """
+    from zeroshard.planner import changes
+    from zeroshard.planner.make_plan import make_plan, plan_of_largest_batch
+
+    with_events = trace is not None
+    # The model's own prints are no part of the answer, which may be JSON.
+    with errors_told(), contextlib.redirect_stdout(sys.stderr):
         if batch == "max":
             found = plan_of_largest_batch(
-                model, Path(config), ranks=ranks, length=seq, memory_gib=memory, machine=computer,
-                target=kind, with_events=trace is not None, ranks_per_node=ranks_per_node,
-            )  # fmt: skip
+                model, config, ranks=ranks, with_events=with_events, **conditions
+            )
         else:
             samples = None if batch is None else _samples(batch)
             found = make_plan(
-                model, Path(config), ranks=ranks, micro_batch=samples, length=seq, memory_gib=memory,
-                machine=computer, target=kind, with_events=trace is not None,
-                ranks_per_node=ranks_per_node,
-            )  # fmt: skip
-            if not check:  # changes cost several more simulations
-                found = with_changes(
-                    found, model, Path(config), length=seq, memory_gib=memory, machine=computer,
-                    target=kind, ranks_per_node=ranks_per_node,
-                )  # fmt: skip
+                model,
+                config,
+                ranks=ranks,
+                micro_batch=samples,
+                with_events=with_events,
+                **conditions,
+            )
+            if with_changes:
+                found = changes.with_changes(found, model, config, **conditions)
         _write(found, html, trace)
+    return found
+
+
+def _tell(found: Plan, *, as_json: bool) -> None:
+    from zeroshard.planner.plan_text import plan_console, show
+
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:
         show(found, plan_console())
-    if check and not found.fits:
-        raise typer.Exit(DOES_NOT_FIT)
 
 
 def _write(found: Plan, html: Path | None, trace: Path | None) -> None:

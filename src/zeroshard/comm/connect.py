@@ -86,27 +86,36 @@ def make_comm(
     group = group if group is not None else dist.group.WORLD
     assert group is not None  # initialised
     backend = _backend_for(group, device.type)
+    ranks = dist.get_process_group_ranks(group)
     if backend == "fake":
-        ranks = dist.get_process_group_ranks(group)
         several = len(ranks) > 1 and device.type == "cpu"
         planned = PLANNED[_planned_transport(transport, ranks) if several else "auto"]
         return planned(group, recorder=recorder, guard=guard, device=device)
-    if dist.get_world_size(group) == 1 and transport != "stock":
+    if len(ranks) == 1 and transport != "stock":
         return SoloComm(recorder)
-    ranks = dist.get_process_group_ranks(group)
     opening = Opening(group, backend, ranks, purpose, device, timeout_s, recorder, guard, check)
-    for name, row in (
-        TRANSPORTS.items() if transport == "auto" else [(transport, TRANSPORTS[transport])]
-    ):
-        if row.backend in (None, backend):
-            comm = row.open(opening)
-        else:
-            comm = f"it needs {row.backend}, but this process group uses {backend}"
+    if transport == "auto":
+        return _first_possible(opening)
+    comm = _open_row(TRANSPORTS[transport], opening)
+    if isinstance(comm, str):
+        raise ConfigError(f'transport "{transport}" is not possible here: {comm}. Use "auto".')
+    return comm
+
+
+def _first_possible(opening: Opening) -> Comm:
+    """The communicator of the first row of :data:`TRANSPORTS` that these ranks can use."""
+    for row in TRANSPORTS.values():
+        comm = _open_row(row, opening)
         if not isinstance(comm, str):
             return comm
-        if transport != "auto":
-            raise ConfigError(f'transport "{name}" is not possible here: {comm}. Use "auto".')
     raise AssertionError("the last row works for all ranks")
+
+
+def _open_row(row: Transport, opening: Opening) -> Comm | str:
+    """The communicator, or why these ranks cannot use it."""
+    if row.backend not in (None, opening.backend):
+        return f"it needs {row.backend}, but this process group uses {opening.backend}"
+    return row.open(opening)
 
 
 def _planned_transport(transport: str, ranks: Sequence[int]) -> str:

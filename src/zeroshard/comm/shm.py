@@ -43,7 +43,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -97,36 +97,52 @@ def open_peer_memory(
     ``store`` is a key space that only this call uses; ``check`` may end its waits by raising.
     """
     wait = functools.partial(exchange, store, rank, size, timeout_s=timeout_s, check=check)
-    here, why = this_process(), unavailable()
-    arena = None
-    if not why:
-        try:
-            arena = Arena()
-        except OSError as error:
-            why = f"rank {rank} cannot create shared memory: {error}"
-    mine = {"why": why, "process": asdict(here), "fd": -1, "token": 0}
+    arena, why = _own_arena(rank)
+    mine = {"why": why, "process": asdict(this_process()), "fd": -1, "token": 0}
     if arena is not None:
         mine |= {"fd": arena.fd, "token": arena.control.token}
-    texts = wait(json.dumps(mine), key="card")
-    cards = [json.loads(text) for text in texts]
+    cards = [json.loads(text) for text in wait(json.dumps(mine), key="card")]
     processes = [Process(**card["process"]) for card in cards]
     why = next((card["why"] for card in cards if card["why"]), "") or apart(processes)
-    mappings = {}
+    mappings: Mapping[int, PeerMapping] = {}
     if not why:
-        try:
-            for peer, card in enumerate(cards):
-                if peer != rank:
-                    mappings[peer] = PeerMapping(processes[peer].pid, card["fd"], card["token"])
-        except OSError as error:
-            why = f"rank {rank} cannot open the memory of rank {peer}: {error.strerror or error}"
+        mappings, why = _mappings(rank, processes, cards)
     # No rank goes on before all have opened all. After that a process may end at any time.
     answers = wait(why, key="opened")
     why = next((answer for answer in answers if answer), "")
-    if why or arena is None:
-        if arena is not None:
-            arena.close()
+    if arena is None:
+        return why
+    if why:
+        arena.close()
         return why
     return PeerMemory(arena, mappings, processes)
+
+
+def _own_arena(rank: int) -> tuple[Arena | None, str]:
+    """The memory that this rank shares; without it the reason."""
+    if why := unavailable():
+        return None, why
+    try:
+        return Arena(), ""
+    except OSError as error:
+        return None, f"rank {rank} cannot create shared memory: {error}"
+
+
+def _mappings(
+    rank: int, processes: Sequence[Process], cards: Sequence[Mapping[str, Any]]
+) -> tuple[dict[int, PeerMapping], str]:
+    """The memory of the other ranks, as far as it can be opened, and why the next one cannot."""
+    mappings: dict[int, PeerMapping] = {}
+    for peer, card in enumerate(cards):
+        if peer == rank:
+            continue
+        try:
+            mappings[peer] = PeerMapping(processes[peer].pid, card["fd"], card["token"])
+        except OSError as error:
+            return mappings, (
+                f"rank {rank} cannot open the memory of rank {peer}: {error.strerror or error}"
+            )
+    return mappings, ""
 
 
 def apart(processes: Sequence[Process]) -> str:

@@ -294,31 +294,41 @@ def rename(raw: dict[str, Any], found: Findings) -> dict[str, Any]:
         if zero:
             found.notices.append('zero_optimization: true was read as {"stage": 1}')
     for old, new in RENAMED.items():
-        parent: Any = raw
-        *sections, name = old.split(".")
-        for section in sections:
-            parent = parent.get(section) if isinstance(parent, dict) else None
-        if not isinstance(parent, dict) or name not in parent:
-            continue
-        value = parent.pop(name)
-        new_name = new.rpartition(".")[2]
-        if name.startswith("cpu_offload") and not is_auto(value):
-            if is_off(value):
-                continue
-            if value is not True:
-                found.errors.append(f"{old}: must be true or false, not {show(value)}")
-                continue
-            value = {"device": "cpu"}
-        if new_name in parent:
-            if parent[new_name] != value:
-                found.errors.append(
-                    f"{old}: another name of {new}, which is given too; keep one of them"
-                )
-            continue
-        parent[new_name] = value
-        if name not in ALIASES:
-            found.notices.append(f"{old}: old name, read as {new}")
+        section, _, name = old.rpartition(".")
+        parent = _section_of(raw, section)
+        if parent is not None and name in parent:
+            _rename_key(parent, old, new, found)
     return raw
+
+
+def _section_of(raw: dict[str, Any], path: str) -> dict[str, Any] | None:
+    """The section with this dotted path; ``raw`` itself for ""; None: there is none."""
+    section: Any = raw
+    for name in path.split(".") if path else ():
+        section = section.get(name) if isinstance(section, dict) else None
+    return section if isinstance(section, dict) else None
+
+
+def _rename_key(parent: dict[str, Any], old: str, new: str, found: Findings) -> None:
+    """Give the key ``old``, which is in the section ``parent``, its new name."""
+    name, new_name = old.rpartition(".")[2], new.rpartition(".")[2]
+    value = parent.pop(name)
+    if name.startswith("cpu_offload") and not is_auto(value):
+        if is_off(value):
+            return
+        if value is not True:
+            found.errors.append(f"{old}: must be true or false, not {show(value)}")
+            return
+        value = {"device": "cpu"}
+    if new_name in parent:
+        if parent[new_name] != value:
+            found.errors.append(
+                f"{old}: another name of {new}, which is given too; keep one of them"
+            )
+        return
+    parent[new_name] = value
+    if name not in ALIASES:
+        found.notices.append(f"{old}: old name, read as {new}")
 
 
 def _typed_params(

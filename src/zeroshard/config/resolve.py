@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from zeroshard.config.batch import solve_batch
@@ -158,17 +158,65 @@ def load_config(
         ConfigError: every problem, one per line, in the same order on every rank.
         UsageError: a source of the mesh numbers the ranks in another order.
     """
+    if world_size < 1:
+        raise ConfigError(f"world_size must be at least 1, not {world_size}")
+    raw, where = _one_source(source, args_config)
+    read = _read(
+        raw, where, arguments or {}, replaced, hidden_size, hardware,
+        for_training=for_training, as_deepspeed=as_deepspeed,
+    )  # fmt: skip
+    if not for_training:
+        return _solved(read, None, Mesh(data_shard=world_size), world_hint)
+    resolved = _resolve_mesh(read.config, read.found, mesh_sources, world_size)
+    if resolved is None:  # no batch size would fit a mesh: the errors are complete
+        raise ConfigError(_report(read.found.errors, where))
+    if as_deepspeed:
+        read = replace(read, config=_without_copies(read.config, read.found, resolved.mesh))
+    config = _with_batch_of_run(read.config, read.found, resolved.mesh, run_batch)
+    return _solved(replace(read, config=config), resolved, resolved.mesh, world_hint)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A configuration that is checked, apart from what depends on the number of ranks.
+
+    ``where``: the source in words. ``reasons``: the origins of what "auto" became. ``from_arguments``:
+    keys that arguments gave. ``derived``: the batch sizes that are not given.
+    """
+
+    raw: dict[str, Any]
+    where: str
+    config: Config
+    found: Findings
+    reasons: dict[str, str]
+    from_arguments: set[str]
+    derived: set[str]
+
+
+def _one_source(source: Source, args_config: Source) -> tuple[dict[str, Any], str]:
     if source is not None and args_config is not None:
         raise ConfigError(
             "the configuration is given twice: as config= and as args.deepspeed_config; remove "
             "one of them"
         )
-    if world_size < 1:
-        raise ConfigError(f"world_size must be at least 1, not {world_size}")
-    raw, where = read_source(source if source is not None else args_config)
+    return read_source(source if source is not None else args_config)
+
+
+def _read(
+    raw: dict[str, Any],
+    where: str,
+    arguments: Mapping[str, Any],
+    replaced: Collection[str],
+    hidden_size: int | None,
+    hardware: Callable[[], Hardware] | None,
+    *,
+    for_training: bool,
+    as_deepspeed: bool,
+) -> _Read:
+    """Check every key by itself and with the others. Arguments as for :func:`load_config`."""
     found = Findings()
     work = rename(copy_tree(raw), found)
-    from_arguments = _apply_arguments(work, arguments or {}, found)
+    from_arguments = _apply_arguments(work, arguments, found)
     _notice_replaced(work, replaced, found)
     skipped = replaced if for_training else ARGUMENTS
     ignores = _ignoring(work, as_deepspeed=as_deepspeed)
@@ -180,26 +228,31 @@ def load_config(
     config, reasons = _resolve_auto_precision(config, found, hardware)
     unknown = found.rejected if for_training else found.rejected | found.autos
     found.errors.extend(contradictions(config, given=found.given, unknown=unknown))
-    derived = _missing_sizes(config)
-    resolved, mesh = None, Mesh(data_shard=world_size)
-    if for_training:
-        resolved = _resolve_mesh(config, found, mesh_sources, world_size)
-        if resolved is None:  # no batch size would fit a mesh: the errors are complete
-            raise ConfigError(_report(found.errors, where))
-        mesh = resolved.mesh
-        config = _without_copies(config, found, mesh) if as_deepspeed else config
-        config = _with_batch_of_run(config, found, mesh, run_batch)
-    config, solved = _solve(config, found, mesh, world_hint, require_batch=for_training)
+    return _Read(raw, where, config, found, reasons, from_arguments, _missing_sizes(config))
+
+
+def _solved(
+    read: _Read, resolved: ResolvedMesh | None, mesh: Mesh, world_hint: str | None
+) -> LoadedConfig:
+    """The result for the ranks of ``mesh``. ``resolved``: None if it was not read for training.
+
+    Raises:
+        ConfigError: every problem that was found.
+    """
+    found, reasons = read.found, read.reasons
+    is_for_training = resolved is not None
+    config, solved = _solve(read.config, found, mesh, world_hint, require_batch=is_for_training)
     if found.errors:
-        raise ConfigError(_report(found.errors, where))
+        raise ConfigError(_report(found.errors, read.where))
     if resolved is not None:
         config, sized = _with_sizes(config, resolved, found)
-        reasons |= sized
+        reasons = reasons | sized
     found.notices.extend(notices(config, found, resolved=reasons))
+    origins = _origins(config, found, read.where, read.from_arguments, read.derived | solved)
     return LoadedConfig(
         config=config,
-        raw=raw,
-        origins=_origins(config, found, where, from_arguments, derived | solved) | reasons,
+        raw=read.raw,
+        origins=origins | reasons,
         notices=tuple(dict.fromkeys(found.notices)),
         mesh=resolved,
     )

@@ -39,17 +39,7 @@ def compute_elastic_config(
     section = read_source(ds_config)[0].get("elasticity")
     if not isinstance(section, Mapping) or not section.get("enabled"):
         raise ConfigError('compute_elastic_config needs "elasticity": {"enabled": true, ...}')
-    micros = sorted({int(size) for size in section.get("micro_batch_sizes", [2, 4, 6])})
-    most = int(section.get("max_train_batch_size", 2000))
-    if not micros or micros[0] < 1 or micros[-1] > most:
-        raise ConfigError(
-            f"elasticity.micro_batch_sizes: {micros} must be positive and at most "
-            f"max_train_batch_size, {most}"
-        )
-    if int(section.get("model_parallel_size", 1)) > 1:
-        raise ConfigError(
-            "elasticity.model_parallel_size: tensor parallelism is not implemented yet; use 1"
-        )
+    micros, most = _micro_batches(section)
     low, high = int(section.get("min_gpus", 1)), int(section.get("max_gpus", 10000))
     larger = bool(section.get("prefer_larger_batch", True))
     sizes = {
@@ -66,6 +56,26 @@ def compute_elastic_config(
             f"{suitable}"
         )
     return batch, suitable, max(m for m in micros if batch // world_size % m == 0)
+
+
+def _micro_batches(section: Mapping[str, Any]) -> tuple[list[int], int]:
+    """The sizes of micro-batches, ascending, and the largest batch.
+
+    Raises:
+        ConfigError: they are not understood.
+    """
+    micros = sorted({int(size) for size in section.get("micro_batch_sizes", [2, 4, 6])})
+    most = int(section.get("max_train_batch_size", 2000))
+    if not micros or micros[0] < 1 or micros[-1] > most:
+        raise ConfigError(
+            f"elasticity.micro_batch_sizes: {micros} must be positive and at most "
+            f"max_train_batch_size, {most}"
+        )
+    if int(section.get("model_parallel_size", 1)) > 1:
+        raise ConfigError(
+            "elasticity.model_parallel_size: tensor parallelism is not implemented yet; use 1"
+        )
+    return micros, most
 
 
 def _world_sizes(batch: int, micros: list[int], low: int, high: int) -> list[int]:

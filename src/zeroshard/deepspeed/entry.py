@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 import zeroshard
@@ -51,24 +53,18 @@ def initialize(
             "initialize(mpu=...) beside a PipelineModule, whose topology says where each rank is. Leave "
             "mpu out, and give the topology to PipelineModule."
         )
-    who = f"ZeroShard {zeroshard.__version__} in {next(iter(zeroshard.__path__))}"
-    log_dist_once(f"DeepSpeed info: version={api_table.VERSION}, provided by {who}", ranks=[0])
-    if problem := disagreement():
-        logger.warning("%s", problem)
+    _tell_versions()
     named = model.named_parameters() if isinstance(model, nn.Module) else ()
     came_in = {name: param.dtype for name, param in named}
     passed = config_params or config
-    mesh, plan = conflicts.parallelism_of(config_params), None
+    mesh = conflicts.parallelism_of(config_params)
     optimizer = conflicts.without_wrapper(optimizer)
     config_params = conflicts.without_idle_schedule(config_params, optimizer)
-    if mesh is not None:
-        is_cut = isinstance(model, nn.Module) and mesh_from_model(model) is not None
-        plan = "auto" if mesh.tp_size > 1 and not is_cut else None
     try:
         engine, made, loader, schedule = _initialize(
             args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
             mpu, dist_init_required, collate_fn, config, mesh_param, config_params,
-            mesh=mesh, plan=plan,
+            mesh=mesh, plan=_plan_of(mesh, model),
             engine_type=PipelineEngine if is_pipeline else DeepSpeedEngine,
         )  # fmt: skip
     except ConfigError as error:
@@ -78,8 +74,29 @@ def initialize(
     assert isinstance(engine, DeepSpeedEngine)
     if mpu is not None:
         engine.mpu = mpu
-    trains = engine.basic_optimizer is not None
-    trained = conflicts.trained_dtypes(came_in, engine.runtime.units) if trains else {}
+    _tell_precision(engine, came_in)
+    return engine, made, loader, schedule
+
+
+def _tell_versions() -> None:
+    who = f"ZeroShard {zeroshard.__version__} in {next(iter(zeroshard.__path__))}"
+    log_dist_once(f"DeepSpeed info: version={api_table.VERSION}, provided by {who}", ranks=[0])
+    if problem := disagreement():
+        logger.warning("%s", problem)
+
+
+def _plan_of(mesh: Any, model: Any) -> str | None:
+    """The plan that cuts a model over the tensor ranks of Accelerate's ``mesh``; None if it is cut."""
+    if mesh is None or mesh.tp_size <= 1:
+        return None
+    is_cut = isinstance(model, nn.Module) and mesh_from_model(model) is not None
+    return None if is_cut else "auto"
+
+
+def _tell_precision(engine: DeepSpeedEngine, came_in: Mapping[str, torch.dtype]) -> None:
+    """Warn if training loses accuracy that the parameters had when they came in."""
+    if engine.basic_optimizer is None:
+        return
+    trained = conflicts.trained_dtypes(came_in, engine.runtime.units)
     if notice := conflicts.precision_notice(trained, engine.policy):
         log_dist(notice, ranks=[0], level=logging.WARNING)
-    return engine, made, loader, schedule

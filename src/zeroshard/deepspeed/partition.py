@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import inf, prod
 from typing import Any
@@ -42,33 +42,42 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     def part(begin: int, end: int) -> float:
         return sums[end] - sums[begin]
 
-    heaviest = [inf if end == 0 else part(0, end) for end in cuts]
-    for _ in range(num_parts - 1):
-        heaviest = [
-            min((max(heaviest[at], part(at, end)) for at in range(1, end)), default=inf)
-            for end in cuts
-        ]
-    bound = heaviest[count]
+    bound = _lightest_bound(part, count, num_parts)
     lightest = [part(0, end) if end and part(0, end) <= bound else -inf for end in cuts]
     came_from: list[list[int]] = []
     for _ in range(num_parts - 1):
-        best = [
-            max(
-                (
-                    (min(lightest[at], part(at, end)), at)
-                    for at in range(1, end)
-                    if part(at, end) <= bound
-                ),
-                default=(-inf, 0),
-            )
-            for end in cuts
-        ]
+        best = [_last_cut(part, lightest, end, bound) for end in cuts]
         lightest = [value for value, _ in best]
         came_from.append([at for _, at in best])
     places = [count]
     for row in reversed(came_from):
         places.append(row[places[-1]])
     return [0, *reversed(places)]
+
+
+def _lightest_bound(part: Callable[[int, int], float], count: int, num_parts: int) -> float:
+    """What the heaviest part weighs at least. ``part``: the weight from one cut to another."""
+    cuts = range(count + 1)
+    heaviest = [inf if end == 0 else part(0, end) for end in cuts]
+    for _ in range(num_parts - 1):
+        heaviest = [
+            min((max(heaviest[at], part(at, end)) for at in range(1, end)), default=inf)
+            for end in cuts
+        ]
+    return heaviest[count]
+
+
+def _last_cut(
+    part: Callable[[int, int], float], lightest: Sequence[float], end: int, bound: float
+) -> tuple[float, int]:
+    """Where the last part before ``end`` begins, with the weight of the lightest part so far.
+
+    ``lightest``: of the parts before each cut. No part weighs more than ``bound``.
+    """
+    ways = (
+        (min(lightest[at], part(at, end)), at) for at in range(1, end) if part(at, end) <= bound
+    )
+    return max(ways, default=(-inf, 0))
 
 
 class PartitionedTensor:

@@ -168,16 +168,18 @@ class PipelineEngine(DeepSpeedEngine):
         loss = self._evaluate(self._batches(iter(data_iter) if reads else None), asked)  # type: ignore[arg-type]
         if loss is not None:
             self._tell("eval_loss", loss)
-        found: Any = loss
-        if not self.is_last_stage() and not (compute_loss and bcast_loss and reduce_output):
-            found = None
-        elif reduce_output is None:
-            found = asked.losses if compute_loss else asked.outputs
-        elif not compute_loss:
-            found = self._mean_output(asked.outputs)
+        found: Any = None
+        if self.is_last_stage() or (compute_loss and bcast_loss and reduce_output):
+            found = self._result_of(asked, loss, whole_list=reduce_output is None)
         if return_logits:
             return found, asked.outputs[-1] if asked.outputs else None
         return found
+
+    def _result_of(self, asked: Evaluation, loss: Tensor | None, *, whole_list: bool) -> Any:
+        """The loss or the mean of the outputs; ``whole_list``: those of all micro-batches."""
+        if whole_list:
+            return asked.losses if asked.computes_loss else asked.outputs
+        return loss if asked.computes_loss else self._mean_output(asked.outputs)
 
     def _mean_output(self, outputs: list[Any]) -> Any:
         """The mean of equal outputs over micro-batches and data-parallel ranks, tensor by tensor."""

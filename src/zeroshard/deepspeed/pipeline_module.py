@@ -133,45 +133,32 @@ class PipelineModule(PipelineModel):
         _check_layers(specs, checkpointable_layers)
         join_ranks()
         info = current_rank_info()
-        rank, world_size = info.rank, info.world_size
-        topology = _topology(num_stages, topology, world_size)
-        stages, stage = topology.get_dim("pipe") or 1, getattr(topology.get_coord(rank), "pipe", 0)
+        topology = _topology(num_stages, topology, info.world_size)
+        coordinate = topology.get_coord(info.rank)
+        stages, stage = topology.get_dim("pipe") or 1, getattr(coordinate, "pipe", 0)
         outlines = _outlines(specs)
         parts = partition(specs, outlines, stages, partition_method)
-        seed = set_random_seed if seed_fn is None else seed_fn
-        seeded = (lambda at: seed(base_seed + at)) if seed_layers else (lambda _at: None)
         own = range(parts[stage], parts[stage + 1])
-        built = _built(specs, outlines, own, seeded)
-        tied, pieces = _pieces(specs, built)
+        seeded = _seeding(seed_fn, base_seed) if seed_layers else _unseeded
+        tied, pieces = _pieces(specs, _built(specs, outlines, own, seeded))
         super().__init__(
-            pieces,
-            [str(at) for at in parts[1:-1]],
+            pieces, [str(at) for at in parts[1:-1]],
             tree={TIED: tied, **pieces},
-            loss_fn=loss_fn,
-            schedule="1F1B",
-            gather=gather,
-            reduce=reduce,
-            auto_limit_nbytes=auto_limit_nbytes,
-        )
+            loss_fn=loss_fn, schedule="1F1B",
+            gather=gather, reduce=reduce, auto_limit_nbytes=auto_limit_nbytes,
+        )  # fmt: skip
         self.parts, self._layer_specs, self._num_layers = parts, specs, len(specs)
         self._local_start, self._local_stop = own.start, own.stop
         self.num_stages, self.stage_id = stages, stage
-        self.global_rank, self.world_size, self.local_rank = rank, world_size, info.local_rank
+        self.global_rank, self.local_rank = info.rank, info.local_rank
+        self.world_size = info.world_size
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
         self.micro_offset, self.curr_layer = 0, own.start
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers, self.dynamic_shape = checkpointable_layers, dynamic_shape
-        self.tied_weight_attrs = {
-            spec.key: spec.tied_weight_attr for spec in specs if isinstance(spec, TiedLayerSpec)
-        }
-        self.mesh_source = MeshSource(
-            "PipelineModule",
-            tuple(
-                Claim(dims, topology.get_dim(axis) or 1, f"the axis {axis} of PipelineModule")
-                for axis, dims in _CLAIMS
-            ),
-        )
+        self.tied_weight_attrs = _tied_weights(specs)
+        self.mesh_source = _mesh_source(topology)
         self.returns_loss = loss_fn is None
         self._partition_method = partition_method
         self._topo = topology
@@ -393,6 +380,30 @@ def _check_layers(specs: Sequence[Any], checkpointable_layers: Any) -> None:
 
 
 # ---------------------------------------------------------------------- layers
+
+
+def _mesh_source(topology: ProcessTopology) -> MeshSource:
+    """What the axes of the topology say about the mesh."""
+    claims = (
+        Claim(dims, topology.get_dim(axis) or 1, f"the axis {axis} of PipelineModule")
+        for axis, dims in _CLAIMS
+    )
+    return MeshSource("PipelineModule", tuple(claims))
+
+
+def _tied_weights(specs: Sequence[Any]) -> dict[str, Any]:
+    """The names of the weights that layers share, by key."""
+    return {spec.key: spec.tied_weight_attr for spec in specs if isinstance(spec, TiedLayerSpec)}
+
+
+def _seeding(seed_fn: Callable[[int], Any] | None, base_seed: int) -> Callable[[int], Any]:
+    """A function that seeds the generators for the layer with this number."""
+    seed = set_random_seed if seed_fn is None else seed_fn
+    return lambda at: seed(base_seed + at)
+
+
+def _unseeded(_at: int) -> None:
+    """The generators go on as they are."""
 
 
 def _outlines(specs: Sequence[Any]) -> list[nn.Module | None]:

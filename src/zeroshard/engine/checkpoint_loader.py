@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -137,21 +137,15 @@ class CheckpointLoader:
                 if damage:
                     tried.append(damage)
                     continue
-                counters = None
-                if not module_only:
-                    counters, _ = run_on_all_ranks(
-                        self._control_group,
-                        f"{source.path} was not loaded",
-                        "restoring the state of the engine",
-                        functools.partial(
-                            self._restore,
-                            state,
-                            checked.shared,
-                            opened.own,
-                            with_optimizer=optimizer_states,
-                            with_scheduler=scheduler_states,
-                        ),
-                    )
+                restored = functools.partial(
+                    self._restore,
+                    state,
+                    checked.shared,
+                    opened.own,
+                    with_optimizer=optimizer_states,
+                    with_scheduler=scheduler_states,
+                )
+                counters = None if module_only else self._on_all(restored, source)
                 self._life.end_load()
                 self._report(tried, source)
                 return Loaded(source.path, checked.shared.get("client_state", {}), counters)
@@ -363,6 +357,16 @@ class CheckpointLoader:
             state.data_loader.load_state_dict(own["data"])
         if "rng" in own:
             rng.set_rng_state(own["rng"], self._device)
+        return counters
+
+    def _on_all(self, restored: Callable[[], Counters], source: Source) -> Counters:
+        """The counters, after all ranks have restored what is not of a parameter."""
+        counters, _ = run_on_all_ranks(
+            self._control_group,
+            f"{source.path} was not loaded",
+            "restoring the state of the engine",
+            restored,
+        )
         return counters
 
     def _report(self, tried: Sequence[str], source: Source) -> None:

@@ -74,15 +74,9 @@ def initialize(
     source = _one_config(args, config, config_params)
     join_ranks(distributed_port=distributed_port, dist_init_required=dist_init_required)
     engine = engine_type(
-        model,
-        config=source,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler,
-        device=_asked_device(args),
-        mesh=sources,
-        plan=plan,
-    )
+        model, config=source, optimizer=optimizer, model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler, device=_asked_device(args), mesh=sources, plan=plan,
+    )  # fmt: skip
     announce(engine)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank

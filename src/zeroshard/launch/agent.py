@@ -135,16 +135,25 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path, guardian: Guardian) 
         remove_recordings(run_id, watch.ended_pids)
     limit = memory.cgroup.limit_nbytes if memory.cgroup else None
     kernel = KernelCounters(read_oom_counters().since(before), limit, read_shm_nbytes())
-    interrupted = watch.supervisor.interrupted if watch.supervisor else None
-    saved = watch.supervisor is not None and watch.supervisor.has_saved
+    report = _reported(watch, streams, scratch, kernel, console)
+    if report.consequence and run.num_nodes > 1:
+        report = replace(report, exitcode=EXIT_SURVIVOR)
+    return report
+
+
+def _reported(
+    watch: _Watch, streams: Streams, scratch: Path, kernel: KernelCounters, console: TextIO
+) -> ExitReport:
+    """How the ranks of this node ended, which is also printed."""
+    supervisor = watch.supervisor
+    interrupted = None if supervisor is None else supervisor.interrupted
+    saved = supervisor is not None and supervisor.has_saved
     streams.finish(release=not any(d.exitcode for d in watch.deaths) and interrupted is None)
     deaths = [_with_words(death, streams, scratch) for death in watch.deaths]
     report = build_report(deaths, kernel, interrupted=interrupted, saved=saved)
     _print(report, streams, console)
-    if watch.supervisor is not None and watch.supervisor.is_asked_to_end:
-        report = replace(report, interrupted=True)
-    if report.consequence and run.num_nodes > 1:
-        report = replace(report, exitcode=EXIT_SURVIVOR)
+    if supervisor is not None and supervisor.is_asked_to_end:
+        return replace(report, interrupted=True)
     return report
 
 

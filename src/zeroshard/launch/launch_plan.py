@@ -87,33 +87,59 @@ def plan_launch(
 def _plan(
     request: LaunchRequest, env: Mapping[str, str], *, this_host: tuple[str, ...], has_srun: bool
 ) -> LaunchPlan:
-    started = (
-        None if request.no_ssh else mpi_rank_env(env, request.master_addr, request.master_port)
-    )
-    if started is not None:
-        if request.nproc is not None:
-            raise LaunchError(
-                f"mpirun started {started['WORLD_SIZE']} processes, and each becomes one rank, so "
-                f"--nproc {request.nproc} cannot be used. Leave it out, or let it start mpirun: "
-                "zeroshard launch --launcher openmpi --hostfile FILE."
-            )
-        return ExecAsRank(started)
+    if (rank := _mpi_rank(request, env)) is not None:
+        return rank
     job = _slurm_job(request, env)
     if job is not None and job.one_rank_per_task:
-        if request.nproc is not None:
-            raise LaunchError(
-                f"SLURM started {job.num_tasks} tasks on {len(job.hosts)} nodes, and each becomes "
-                f"one rank, so --nproc {request.nproc} cannot be used. Leave it out, or use "
-                "--ntasks-per-node=1."
-            )
-        return ExecAsRank(
-            rank_env(job, master_addr=request.master_addr, master_port=request.master_port)
-        )
+        return _slurm_rank(request, job)
     if job is not None and (len(job.hosts) > 1 or job.in_step or request.force_multi):
         return _plan_slurm(request, job, has_srun)
     if request.hostfile is None:
         return _plan_without_hosts(request)
-    hosts = _listed_hosts(request, request.hostfile)
+    return _plan_hosts(request, _listed_hosts(request, request.hostfile), this_host)
+
+
+def _mpi_rank(request: LaunchRequest, env: Mapping[str, str]) -> ExecAsRank | None:
+    """The rank that this process becomes if mpirun has started one process for each.
+
+    Raises:
+        LaunchError: ``--nproc`` asks for another number of ranks.
+    """
+    if request.no_ssh:
+        return None
+    started = mpi_rank_env(env, request.master_addr, request.master_port)
+    if started is None:
+        return None
+    if request.nproc is not None:
+        raise LaunchError(
+            f"mpirun started {started['WORLD_SIZE']} processes, and each becomes one rank, so "
+            f"--nproc {request.nproc} cannot be used. Leave it out, or let it start mpirun: "
+            "zeroshard launch --launcher openmpi --hostfile FILE."
+        )
+    return ExecAsRank(started)
+
+
+def _slurm_rank(request: LaunchRequest, job: SlurmJob) -> ExecAsRank:
+    """The rank that this process becomes: SLURM has started one task for each.
+
+    Raises:
+        LaunchError: ``--nproc`` asks for another number of ranks.
+    """
+    if request.nproc is not None:
+        raise LaunchError(
+            f"SLURM started {job.num_tasks} tasks on {len(job.hosts)} nodes, and each becomes "
+            f"one rank, so --nproc {request.nproc} cannot be used. Leave it out, or use "
+            "--ntasks-per-node=1."
+        )
+    return ExecAsRank(
+        rank_env(job, master_addr=request.master_addr, master_port=request.master_port)
+    )
+
+
+def _plan_hosts(
+    request: LaunchRequest, hosts: tuple[Host, ...], this_host: tuple[str, ...]
+) -> RunHere | RunNodes:
+    """How the ranks of a hostfile are started."""
     if request.no_ssh:
         rank = _node_rank(request, len(hosts))
         address = request.master_addr or hosts[0].name
@@ -198,23 +224,43 @@ def _plan_without_hosts(request: LaunchRequest) -> RunHere:
 
 
 def _plan_slurm(request: LaunchRequest, job: SlurmJob, has_srun: bool) -> RunHere | RunSrun:
-    nproc = request.nproc or job.tasks_per_node or None
-    address, port = request.master_addr or job.hosts[0], request.master_port or job.port
     if job.in_step:
-        if request.hostfile or request.force_multi:
-            option = "--hostfile" if request.hostfile else "--force_multi"
-            raise LaunchError(
-                f"{option} inside a SLURM step: srun has chosen the hosts and started this launcher on "
-                "one of them. Leave it out."
-            )
-        if len(job.hosts) == 1:
-            return RunHere(request.nproc, 1, 0, request.master_addr, request.master_port, None)
-        return RunHere(request.nproc, len(job.hosts), job.node_id, address, port, None)
+        return _plan_step(request, job)
     if not has_srun:
         raise LaunchError(
             f"the SLURM job has {len(job.hosts)} nodes, but there is no srun on PATH; give "
             "--hostfile to use ssh, or run zeroshard launch under srun."
         )
+    hosts, nproc = _slurm_hosts(request, job)
+    port = request.master_port or job.port
+    is_whole = len(hosts) == len(job.hosts)
+    command = srun_words(
+        request, hosts, port, nproc, is_whole=is_whole, master_addr=request.master_addr
+    )
+    return RunSrun(command, hosts, port, nproc, is_whole)
+
+
+def _plan_step(request: LaunchRequest, job: SlurmJob) -> RunHere:
+    """Inside a SLURM step every host has a launcher already."""
+    if request.hostfile or request.force_multi:
+        option = "--hostfile" if request.hostfile else "--force_multi"
+        raise LaunchError(
+            f"{option} inside a SLURM step: srun has chosen the hosts and started this launcher on "
+            "one of them. Leave it out."
+        )
+    if len(job.hosts) == 1:
+        return RunHere(request.nproc, 1, 0, request.master_addr, request.master_port, None)
+    address, port = request.master_addr or job.hosts[0], request.master_port or job.port
+    return RunHere(request.nproc, len(job.hosts), job.node_id, address, port, None)
+
+
+def _slurm_hosts(request: LaunchRequest, job: SlurmJob) -> tuple[tuple[Host, ...], int | None]:
+    """The hosts that srun starts a launcher on, and the ranks of each; None: it finds them.
+
+    Raises:
+        LaunchError: the hosts would have different numbers of ranks.
+    """
+    nproc = request.nproc or job.tasks_per_node or None
     if request.hostfile:
         hosts = _in_order_of(job, _listed_hosts(request, request.hostfile))
         nproc = len(hosts[0].slots)
@@ -232,11 +278,7 @@ def _plan_slurm(request: LaunchRequest, job: SlurmJob, has_srun: bool) -> RunHer
             "under SLURM --include and --exclude choose whole nodes, with the same number of slots "
             "on each; choose devices with srun's options."
         )
-    is_whole = len(hosts) == len(job.hosts)
-    command = srun_words(
-        request, hosts, port, nproc, is_whole=is_whole, master_addr=request.master_addr
-    )
-    return RunSrun(command, hosts, port, nproc, is_whole)
+    return hosts, nproc
 
 
 def srun_words(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from zeroshard.errors import LaunchError
 from zeroshard.launch.cores import Shares, parse_core_list, read_cpus, share_cores, share_listed
@@ -58,6 +58,9 @@ from zeroshard.run.address import check_address
 from zeroshard.run.cgroup import read_shm_nbytes
 from zeroshard.run.listening import gloo_on_loopback
 from zeroshard.run.run_folder import ATTEMPT_VARIABLE, RUN_ID_VARIABLE, new_run_id
+
+if TYPE_CHECKING:
+    from zeroshard.launch.agent import NodeRun
 
 _PID_FOLDER = Path("/tmp")  # not TMPDIR: programs look for the file here
 
@@ -160,38 +163,45 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     if here.num_nodes > 1 and here.master_addr is not None:
         check_address(here.master_addr, here.master_port)
     num_local = here.num_local or _visible_gpus()
+    warnings = _memory_warnings(request, num_local)
+    if not request.quiet:
+        for text in (*warnings, *_shadow_warning(request), *_secret_warning(here, secret)):
+            print(f"zeroshard: {text}", file=console)
+    from zeroshard.launch.agent import run_node
+
+    node = _node_run(request, here, num_local, secret)
+    if request.max_restarts and here.num_nodes > 1:
+        return restart_together(request, here, node, run_id=_run_id(), console=console)
+    if here.master_port is not None and here.node_rank == 0:
+        check_port(here.master_port)
+    if request.max_restarts:
+        return restart_here(request, here, node, run_id=_run_id(), console=console)
+    return run_node(node, console).exitcode
+
+
+def _memory_warnings(request: LaunchRequest, num_local: int) -> tuple[str, ...]:
+    """What the memory of this host may not suffice for.
+
+    Raises:
+        LaunchError: it cannot suffice.
+    """
     expected = request.expect_memory_per_rank
-    warnings = check_memory(
+    return check_memory(
         host_limits(),
         num_local=num_local,
         expected_nbytes=parse_nbytes(expected, "--expect-memory-per-rank") if expected else None,
         shm_nbytes=read_shm_nbytes(),
     )
-    if not request.quiet:
-        for text in (*warnings, *_shadow_warning(request), *_secret_warning(here, secret)):
-            print(f"zeroshard: {text}", file=console)
-    from zeroshard.launch.agent import NodeRun, run_node
+
+
+def _node_run(request: LaunchRequest, here: RunHere, num_local: int, secret: str) -> NodeRun:
+    """What the ranks of this node need."""
+    from zeroshard.launch.agent import NodeRun
 
     program, arguments = _program(request)
     shares = _shares(request, num_local)
-    env = rank_defaults(
-        os.environ,
-        cores=_cores() if shares is None else shares.num_threads * num_local,
-        num_local=num_local,
-        node_rank=here.node_rank,
-        num_nodes=here.num_nodes,
-        run_id=_run_id()
-        if here.num_nodes == 1
-        else _common_run_id(here.master_addr, here.master_port),
-    )
-    env |= with_directory_first(os.environ, request.as_deepspeed)
-    if here.devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = here.devices
-    if here.num_nodes == 1:
-        env |= {n: value for n, value in gloo_on_loopback().items() if n not in os.environ}
-    elif here.master_addr is not None:
-        env[MASTER_VARIABLE] = here.master_addr
-    node = NodeRun(
+    cores = _cores() if shares is None else shares.num_threads * num_local
+    return NodeRun(
         program=program,
         arguments=tuple(arguments),
         num_local=num_local,
@@ -202,19 +212,35 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
         secret=secret,
         attempt=os.environ.get(ATTEMPT_VARIABLE, "0"),
         pass_local_rank_at=_local_rank_at(request) if request.pass_local_rank else None,
-        env=env,
+        env=_rank_environment(request, here, num_local, cores),
         cpus=() if shares is None else shares.cpus,
         log_dir=Path(request.each_rank_log) if request.each_rank_log else None,
         timeouts=request.timeouts,
         verbose=request.verbose,
     )
-    if request.max_restarts and here.num_nodes > 1:
-        return restart_together(request, here, node, run_id=_run_id(), console=console)
-    if here.master_port is not None and here.node_rank == 0:
-        check_port(here.master_port)
-    if request.max_restarts:
-        return restart_here(request, here, node, run_id=_run_id(), console=console)
-    return run_node(node, console).exitcode
+
+
+def _rank_environment(
+    request: LaunchRequest, here: RunHere, num_local: int, cores: int
+) -> dict[str, str]:
+    """What the ranks of this node get besides the environment of the launcher."""
+    is_alone = here.num_nodes == 1
+    env = rank_defaults(
+        os.environ,
+        cores=cores,
+        num_local=num_local,
+        node_rank=here.node_rank,
+        num_nodes=here.num_nodes,
+        run_id=_run_id() if is_alone else _common_run_id(here.master_addr, here.master_port),
+    )
+    env |= with_directory_first(os.environ, request.as_deepspeed)
+    if here.devices is not None:
+        env["CUDA_VISIBLE_DEVICES"] = here.devices
+    if is_alone:
+        env |= {n: value for n, value in gloo_on_loopback().items() if n not in os.environ}
+    elif here.master_addr is not None:
+        env[MASTER_VARIABLE] = here.master_addr
+    return env
 
 
 def _common_run_id(address: str | None, port: int | str | None) -> str:

@@ -250,17 +250,21 @@ def joined(
     there = {_name(node): end for node, end in ends.items()}
     gone = [name for name in taking_part if there[name] is None]
     all_ends = [end for end in ends.values() if end is not None]
-    interrupted = any(end.interrupted for end in all_ends)
-    failed = [end for end in all_ends if end.exitcode]
+    cause = _cause(own, [end for end in all_ends if end.exitcode], gone)
+    return replace(cause, interrupted=any(end.interrupted for end in all_ends))
+
+
+def _cause(own: ExitReport, failed: Sequence[NodeEnd], gone: Sequence[str]) -> ExitReport:
+    """The report of the first failure that is not a consequence of another one."""
     if not failed and not gone:
-        return replace(own, interrupted=interrupted)
+        return own
     if own.exitcode and not own.consequence:
-        return replace(own, interrupted=interrupted)
+        return own
     causes = [end for end in failed if not end.consequence]
     if causes:
-        return ExitReport(causes[0].lines, None, "", causes[0].exitcode, interrupted=interrupted)
+        return ExitReport(causes[0].lines, None, "", causes[0].exitcode)
     lines = tuple(f"{name} does not answer." for name in gone) or own.lines
-    return ExitReport(lines, None, "", own.exitcode or EXIT_SURVIVOR, interrupted=interrupted)
+    return ExitReport(lines, None, "", own.exitcode or EXIT_SURVIVOR)
 
 
 def _arrived(meeting: Meeting) -> list[Host]:

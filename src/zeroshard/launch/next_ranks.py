@@ -47,17 +47,21 @@ def next_ranks(
     lost = f"{_ranks(total)} of {before} can be used"
     if total < min_ranks:
         return NextRanks((), lines, f"{lost}, and --min-ranks is {min_ranks}.")
-    steps = _sizes(left, whole=whole_hosts)
-    fitting = [size for size in steps if note is None or size in note.fits or size == before]
+    sizes = _sizes(left, whole=whole_hosts)
+    fitting = sizes if note is None else [n for n in sizes if n in note.fits or n == before]
     chosen = max((size for size in fitting if min_ranks <= size <= total), default=0)
     if not chosen:
         assert note is not None, "without a note all ranks that are left fit"
         return NextRanks((), lines, f"{lost}. {note.refusal(min_ranks, total)}")
     if chosen < total:
         assert note is not None, "without a note all ranks that are left take part"
-        idle = f"{_ranks(total - chosen)} {'stays' if total - chosen == 1 else 'stay'} idle"
-        lines += (f"{idle}: {note.why(chosen, total)}",)
+        lines += (_idle_line(note, chosen, total),)
     return NextRanks(_first(left, chosen), lines)
+
+
+def _idle_line(note: BatchNote, chosen: int, total: int) -> str:
+    stay = "stays" if total - chosen == 1 else "stay"
+    return f"{_ranks(total - chosen)} {stay} idle: {note.why(chosen, total)}"
 
 
 def _usable(host: Host, answers: Answers, *, whole: bool) -> tuple[int, ...]:

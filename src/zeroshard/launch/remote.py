@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -135,6 +135,26 @@ def run_nodes(
     Raises:
         LaunchError: a command cannot be executed.
     """
+    processes = _started(commands, ssh)
+    supervisor = WorkerSupervisor(processes, timeouts=timeouts, send=_send, ask=_send)
+    if ended := _supervise(supervisor, timeouts):
+        return ended
+    failed = [death for death in supervisor.deaths if death.exitcode != 0]
+    lines = tuple(_failures(commands, failed))
+    for line in lines:
+        print(f"zeroshard: {line}", file=console)
+    causes = [death for death in failed if death.exitcode != EXIT_SURVIVOR] or failed
+    return _report(lines, causes, supervisor)
+
+
+def _started(
+    commands: Sequence[NodeCommand], ssh: Sequence[str]
+) -> dict[int, subprocess.Popen[bytes]]:
+    """The launchers of all nodes. If one cannot be started, those before it are ended.
+
+    Raises:
+        LaunchError: a command cannot be executed.
+    """
     processes: dict[int, subprocess.Popen[bytes]] = {}
     for rank, command in enumerate(commands):
         argv = command.process_argv(cwd=os.getcwd(), ssh=ssh)
@@ -150,23 +170,17 @@ def run_nodes(
                 f"node {rank} ({command.host.name}): cannot execute {argv[0]!r}: {error.strerror}."
             ) from error
         _pull(processes[rank], _ENV + json.dumps({} if command.is_here else dict(command.env)))
-    supervisor = WorkerSupervisor(processes, timeouts=timeouts, send=_send, ask=_send)
-    if ended := _supervise(supervisor, timeouts):
-        return ended
-    failed = [death for death in supervisor.deaths if death.exitcode != 0]
-    lines = []
+    return processes
+
+
+def _failures(commands: Sequence[NodeCommand], failed: Sequence[RankExit]) -> Iterator[str]:
+    """A line for each launcher that ended by itself and is no survivor of another node."""
     for death in failed:
         if not death.stopped and death.exitcode != EXIT_SURVIVOR:
             name = commands[death.rank].host.name
             is_ssh = _is_ssh_failure(commands[death.rank], death.exitcode)
             reason = "; ssh itself failed" if is_ssh else ""
-            lines.append(
-                f"node {death.rank} ({name}) ended with exit code {death.exitcode}{reason}."
-            )
-    for line in lines:
-        print(f"zeroshard: {line}", file=console)
-    causes = [death for death in failed if death.exitcode != EXIT_SURVIVOR] or failed
-    return _report(tuple(lines), causes, supervisor)
+            yield f"node {death.rank} ({name}) ended with exit code {death.exitcode}{reason}."
 
 
 def run_srun(

@@ -26,27 +26,28 @@ def twin_of(optimizer: Optimizer, groups: Iterable[Group], *, lr: float | None =
     replaces the learning rate, which a schedule may have set to 0, so that steps would do nothing.
     """
     known = inspect.signature(type(optimizer)).parameters
-
-    def options(source: Group) -> Group:
-        kept = {key: value for key, value in source.items() if key not in ("params", "param_names")}
-        if lr is not None and kept.get("lr") is not None:
-            kept["lr"] = lr
-        return copy.deepcopy(kept)
-
     defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
     attributes = {key: value for key, value in vars(optimizer).items() if _is_option(key, value)}
     for key, argument in known.items():
         if argument.default is inspect.Parameter.empty and key in attributes:
             defaults.setdefault(key, attributes[key])
-    members = [{**options(group), "params": list(group["params"])} for group in groups]
+    members = [{**_options(group, lr), "params": list(group["params"])} for group in groups]
     if any(_is_missing(argument, defaults) for argument in [*known.values()][1:]):
         # Nothing tells with which arguments it was made.
         twin: Any = object.__new__(type(optimizer))
-        Optimizer.__init__(twin, members, options(optimizer.defaults))
+        Optimizer.__init__(twin, members, _options(optimizer.defaults, lr))
     else:
-        twin = type(optimizer)(members, **options(defaults))
+        twin = type(optimizer)(members, **_options(defaults, lr))
     vars(twin).update(copy.deepcopy(attributes))
     return twin
+
+
+def _options(source: Group, lr: float | None) -> Group:
+    """A copy of the options of a group. ``lr``: replaces its learning rate; None: that stays."""
+    kept = {key: value for key, value in source.items() if key not in ("params", "param_names")}
+    if lr is not None and kept.get("lr") is not None:
+        kept["lr"] = lr
+    return copy.deepcopy(kept)
 
 
 def _is_missing(argument: inspect.Parameter, defaults: Group) -> bool:

@@ -260,6 +260,11 @@ class _Guess:
         return weights_of_rank(self.layers, self.styles, self.fused, self.shared, self.size, rank)
 
 
+def _is_between(name: str, guess: _Guess, inside: tuple[str, ...]) -> bool:
+    """Whether a parameter is of a block, and of no layer that is cut. ``inside``: prefixes of blocks."""
+    return name.startswith(inside) and name.rpartition(".")[0] not in guess.layers
+
+
 class _Tracer:
     """Runs the small model and sees the calls of its layers."""
 
@@ -325,12 +330,11 @@ class _Tracer:
         found by a backward from the row-parallel results to the inputs of column-parallel layers.
         ``inside``: the prefixes of the blocks.
         """
-        others = (
-            (name, param)
+        params = {
+            name: param.detach().requires_grad_()
             for name, param in self._small.named_parameters()
-            if name.startswith(inside) and name.rpartition(".")[0] not in guess.layers
-        )
-        params = {name: param.detach().requires_grad_() for name, param in others}
+            if _is_between(name, guess, inside)
+        }
         if not params:
             return []
         parts: list[Tensor] = []

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.comm.simulation import lone_rank
-from zeroshard.config import load_config
+from zeroshard.config import Config, load_config
 from zeroshard.config.machine_file import MachineFile
 from zeroshard.errors import ConfigError, UsageError
 from zeroshard.parallel.split import PipelineModel
@@ -85,22 +85,10 @@ def fit(
         raise UsageError(f"--fit {aim} fits a run into --memory, which is not given.")
     base = config_dict(config)
     settings = load_config(base, world_size=ranks).config
-    size, steps = settings.train_micro_batch_size_per_gpu, settings.gradient_accumulation_steps
-    assert size is not None  # computed where it is not given
-    samples = {AS_CONFIGURED: size * (steps or 1)}
-    refused: dict[Sizes, str] = {}
-    mesh = mesh_of(settings, ranks)
-    wanted = dict(axes or {})
-    if mesh.pipeline > 1:
-        wanted.setdefault("pipeline", (mesh.pipeline,))
-    if wanted:
-        assert settings.train_batch_size is not None  # computed where it is not given
-        check_axes_are_free(base, wanted)
-        sizes = sizes_of(wanted, ranks=ranks, machine=machine, ranks_per_node=ranks_per_node)
-        found, refused = samples_by_sizes(
-            settings.train_batch_size, sizes, ranks, tensor=mesh.tensor
-        )
-        samples, refused = _possible(model, base, found, refused, ranks)
+    samples, refused = _samples(
+        model, base, settings, dict(axes or {}), ranks=ranks, machine=machine,
+        ranks_per_node=ranks_per_node,
+    )  # fmt: skip
 
     def simulated(candidate: Candidate) -> Plan:
         return make_plan(
@@ -120,6 +108,35 @@ def fit(
         else:
             result = search(simulated, base, aim=aim, samples=samples, can_checkpoint=able)
     return replace(result, refused=refused, split=_split(model, result.chosen, ranks))
+
+
+def _samples(
+    model: str,
+    base: Mapping[str, Any],
+    settings: Config,
+    wanted: dict[str, Sequence[int]],
+    *,
+    ranks: int,
+    machine: MachineFile | None,
+    ranks_per_node: int | None,
+) -> tuple[dict[Sizes, int], dict[Sizes, str]]:
+    """Samples of a rank by mesh, and why other meshes cannot be used. ``wanted``: axes that may change.
+
+    Raises:
+        UsageError: no mesh is possible.
+    """
+    mesh = mesh_of(settings, ranks)
+    if mesh.pipeline > 1:
+        wanted.setdefault("pipeline", (mesh.pipeline,))
+    if not wanted:
+        size, steps = settings.train_micro_batch_size_per_gpu, settings.gradient_accumulation_steps
+        assert size is not None  # computed where it is not given
+        return {AS_CONFIGURED: size * (steps or 1)}, {}
+    assert settings.train_batch_size is not None  # computed where it is not given
+    check_axes_are_free(base, wanted)
+    sizes = sizes_of(wanted, ranks=ranks, machine=machine, ranks_per_node=ranks_per_node)
+    found, refused = samples_by_sizes(settings.train_batch_size, sizes, ranks, tensor=mesh.tensor)
+    return _possible(model, base, found, refused, ranks)
 
 
 def _split(model: str, chosen: Candidate | None, ranks: int) -> Sequence[str]:

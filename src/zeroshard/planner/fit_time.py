@@ -458,26 +458,31 @@ class _Search:
             best_s, _, best = min(
                 self.fitting(), key=lambda at: at[:2], default=(float("inf"), 0, self.smallest())
             )
-            todo = [own for own in (best, self.after(best)) if own and own not in self.plans]
-            if best_s == float("inf"):
-                todo = [] if best in self.plans else [best]
-            again = [kind for kind, least_s in self.left_out.items() if least_s < best_s]
-            if best_s == float("inf"):  # the smallest is told
-                peak_nbytes = self.known[best.kind].peak_nbytes(best.micro_batch)
-                again += [kind for kind, least in self.too_large.items() if least < peak_nbytes]
-            if todo:
+            fits = best_s < float("inf")
+            if todo := self._not_simulated(best, self.after(best) if fits else None):
                 self.simulate(todo[0])
-            elif again:
+            elif again := self._worth_a_look(best, best_s):
                 self.left_out.pop(again[0], None)
                 self.too_large.pop(again[0], None)
                 self.look(again[0])
-            elif best_s < float("inf"):
+            elif fits:
                 return best
             elif (near := self.near()) is not None:
                 self._tried_near += 1
                 self.simulate(near)
             else:
                 return None
+
+    def _not_simulated(self, *candidates: Candidate | None) -> list[Candidate]:
+        return [own for own in candidates if own is not None and own not in self.plans]
+
+    def _worth_a_look(self, best: Candidate, best_s: float) -> list[StrategyKind]:
+        """Kinds that were passed over and may be better than the best: faster; smaller if none fits."""
+        again = [kind for kind, least_s in self.left_out.items() if least_s < best_s]
+        if best_s == float("inf"):  # the smallest is told
+            peak_nbytes = self.known[best.kind].peak_nbytes(best.micro_batch)
+            again += [kind for kind, least in self.too_large.items() if least < peak_nbytes]
+        return again
 
 
 def _fastest(ways: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -86,7 +86,7 @@ def make_plan(
             nodes and the ranks are on several.
         UnsupportedError: the model needs values, or an operation has no fake kernel.
     """
-    limit_nbytes = None if memory_gib is None else limit_of(memory_gib)
+    asked_nbytes = None if memory_gib is None else limit_of(memory_gib)
     kind = target_of(machine, target)
     machine = with_node_size(machine, ranks, ranks_per_node)
     if machine is not None:
@@ -94,46 +94,43 @@ def make_plan(
     task = _read(model, config, ranks, micro_batch, length, checkpointing=checkpointing)
     if few:
         task = _with_few(task)
-    mesh, source, settings = task.mesh, task.source, task.loaded.config
-    is_timed = machine is not None
-    known = machine.device.memory_bytes if machine is not None else None
-    with explained(source.name):
-        of_stages = [
-            simulate(
-                source.build, task.chosen, source.batch, mesh=mesh, rank=rank, loss_fn=source.loss,
-                plan="auto" if task.engine_cuts else None, with_events=with_events or is_timed,
-                target=kind, with_checkpoint=True, ranks_per_node=ranks_per_node or ranks,
-                device_nbytes=int(known.value) if known is not None else limit_nbytes or 0,
-            )
-            for rank in _first_ranks(mesh)
-        ]  # fmt: skip
+    with explained(task.source.name):
+        of_stages = _simulated(
+            task, kind, machine, asked_nbytes,
+            with_events=with_events, ranks_per_node=ranks_per_node or ranks,
+        )  # fmt: skip
     _check_order(of_stages)
-    is_one_memory = machine is not None and machine.execution == "serial"
-    peaks = [_peak_of(each, together=is_one_memory) for each in of_stages]
+    return _plan_of(task, of_stages, kind, machine, asked_nbytes, ranks_per_node)
+
+
+def _plan_of(
+    task: _Task,
+    of_stages: Sequence[Simulation],
+    kind: Target,
+    machine: MachineFile | None,
+    asked_nbytes: int | None,
+    ranks_per_node: int | None,
+) -> Plan:
+    """The plan of a task of which one rank of each pipeline stage was simulated."""
+    peaks = [_peak_of(each, machine) for each in of_stages]
     highest_at = peaks.index(max(peaks))
     found = of_stages[highest_at]
-    assumed = [*task.assumed, stands_for_all(mesh)]
-    if kind == "cpu" and machine is None:
-        assumed += of_two_memories(_peak_of(found), _peak_of(found, together=True))
-    shares = shares_memory(kind, ranks, task.chosen)
-    if shares:
-        assumed += on_one_host(ranks, ranks_per_node, task.chosen)
-    assumed += task.left_out
-    if memory_gib is None and machine is not None and machine.device.memory_bytes is not None:
-        limit_nbytes, said = device_memory(machine, found.communicators)
-        assumed.append(said)
-    times = [] if machine is None else _times(of_stages, machine, settings, source.batch)
+    assumed = _assumed(task, found, kind, machine, ranks_per_node)
+    limit_nbytes, said = _limit(asked_nbytes, machine, found.communicators)
+    mesh, settings = task.mesh, task.loaded.config
+    times = [] if machine is None else _times(of_stages, machine, settings, task.source.batch)
     is_cut = mesh.pipeline > 1
+    passes_blocks = is_cut and shares_memory(kind, mesh.world_size, task.chosen)
     return Plan(
-        source.name,
+        task.source.name,
         mesh,
         settings.zero_optimization.stage,
         _size_of(settings),
         limit_nbytes,
         found,
-        tuple(assumed),
-        not_modelled=not_modelled(kind, passes_blocks=is_cut and shares),
-        own_batch=source.own_batch,
+        (*assumed, *said),
+        not_modelled=not_modelled(kind, passes_blocks=passes_blocks),
+        own_batch=task.source.own_batch,
         target=kind,
         time=times[highest_at] if times else None,
         stages=tuple(map(_stage_needs, of_stages, peaks)) if is_cut else (),
@@ -230,6 +227,57 @@ def _with_few(task: _Task) -> _Task:
     return replace(task, chosen=chosen, left_out=(said,))
 
 
+def _simulated(
+    task: _Task,
+    kind: Target,
+    machine: MachineFile | None,
+    asked_nbytes: int | None,
+    *,
+    with_events: bool,
+    ranks_per_node: int,
+) -> list[Simulation]:
+    """One rank of each pipeline stage. With a machine, what the step does is kept for its time."""
+    source, mesh = task.source, task.mesh
+    known = machine.device.memory_bytes if machine is not None else None
+    return [
+        simulate(
+            source.build, task.chosen, source.batch, mesh=mesh, rank=rank, loss_fn=source.loss,
+            plan="auto" if task.engine_cuts else None,
+            with_events=with_events or machine is not None,
+            target=kind, with_checkpoint=True, ranks_per_node=ranks_per_node,
+            device_nbytes=int(known.value) if known is not None else asked_nbytes or 0,
+        )
+        for rank in _first_ranks(mesh)
+    ]  # fmt: skip
+
+
+def _assumed(
+    task: _Task,
+    found: Simulation,
+    kind: Target,
+    machine: MachineFile | None,
+    ranks_per_node: int | None,
+) -> list[str]:
+    """What the plan assumes, in sentences. ``found``: the simulation with the highest peak."""
+    ranks = task.mesh.world_size
+    assumed = [*task.assumed, stands_for_all(task.mesh)]
+    if kind == "cpu" and machine is None:
+        assumed += of_two_memories(_device_peak(found), _peak_of_both(found))
+    if shares_memory(kind, ranks, task.chosen):
+        assumed += on_one_host(ranks, ranks_per_node, task.chosen)
+    return [*assumed, *task.left_out]
+
+
+def _limit(
+    asked_nbytes: int | None, machine: MachineFile | None, communicators: int
+) -> tuple[int | None, list[str]]:
+    """What the peak is compared with, and what is said of it: the limit asked for, or the machine's."""
+    if asked_nbytes is not None or machine is None or machine.device.memory_bytes is None:
+        return asked_nbytes, []
+    limit_nbytes, said = device_memory(machine, communicators)
+    return limit_nbytes, [said]
+
+
 def _check_order(of_ranks: Sequence[Simulation]) -> None:
     """Check that simulated ranks call the same collectives over the groups that they share.
 
@@ -261,11 +309,18 @@ def _first_ranks(mesh: Mesh) -> list[int]:
     return [stages.index(stage) for stage in range(mesh.pipeline)]
 
 
-def _peak_of(found: Simulation, *, together: bool = False) -> int:
-    """The most bytes on the device; ``together``: on device and host."""
-    if together:
-        return max(found.together.values())
+def _peak_of(found: Simulation, machine: MachineFile | None) -> int:
+    """The most bytes that count: on a serial machine device and host are one memory."""
+    is_one_memory = machine is not None and machine.execution == "serial"
+    return _peak_of_both(found) if is_one_memory else _device_peak(found)
+
+
+def _device_peak(found: Simulation) -> int:
     return max(moment.device_nbytes for moment in found.moments.values())
+
+
+def _peak_of_both(found: Simulation) -> int:
+    return max(found.together.values())
 
 
 def _stage_needs(found: Simulation, peak_nbytes: int) -> StageNeeds:

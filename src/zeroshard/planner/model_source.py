@@ -64,62 +64,99 @@ def model_source(
         UsageError: there is none of that name, it returns something else, or it has no positions for a
             sample of ``length`` tokens.
     """
-    cut, how = ("1F1B", 0), "under zero.Init (stage 3)" if sharded else "whole on each rank"
-    config: Any = None
-    tables: Sequence[int] = ()
-    if ":" in name or name.endswith(".py"):
-        build = _factory(name)
-        with fake_tensors():
-            made = build()
-        batch = _batch(name, made)
-        assumed: tuple[str, ...] = ()
-        first = (lambda: _first(build())) if isinstance(made, tuple) else build
-        if isinstance(model := _first(made), PipelineModel):
-            cut = model.schedule, len(model.stages)
-            if model.kept is not None:  # a PipelineModule
-                how = "with its own layers only on each rank"
-        if not isinstance(_first(made), nn.Module):
-            raise UsageError(
-                f"{name} returned {type(made).__name__}. It must return a model, or a model and a batch."
-            )
-        if not isinstance(model, PipelineModel):
-            config = getattr(model, "config", None)
-            tables = [
-                own.num_embeddings for own in model.modules() if isinstance(own, nn.Embedding)
-            ]
-    else:
-        config = _configuration(name)
-        named = getattr(config, "dtype", None)
-        dtype = named or torch.get_default_dtype()
-        first, batch = _transformers(name, config, dtype), None
-        assumed = (
-            f"the model is built in {dtype}"
-            + (", as its configuration says" if named else ": its configuration names no dtype"),
-        )
+    is_function = ":" in name or name.endswith(".py")
+    parts = _of_function(name) if is_function else _of_transformers(name)
+    assumed = parts.assumed
+    batch = parts.batch
     own_batch = batch is not None
     if not own_batch:
-        positions = most_positions(first, config, length or LENGTH, tables)
-        if positions is not None and length is not None:
-            raise UsageError(_too_long(name, length, positions))
-        length = length or (LENGTH if positions is None else positions.most)
-        ids = torch.empty(micro_batch, length, dtype=torch.long, device="meta")
-        batch = {"input_ids": ids, "labels": ids}
-        assumed += (
-            f"a batch of input_ids and labels of {micro_batch} x {length} tokens, without attention mask"
-            + (
-                ""
-                if positions is None
-                else f"; the model takes no longer samples: {positions.text}"
-            ),
-        )
+        batch, said = _token_batch(name, parts, micro_batch, length)
+        assumed += (said,)
     pair = batch if isinstance(batch, tuple) else (batch, None)
+    first = parts.first
     whole = (lambda: recomputing(first())) if checkpointing else first
     if stages > 1:
         assumed += ("a model that is not cut already has equal numbers of blocks on each stage",)
+    how = parts.how or ("under zero.Init (stage 3)" if sharded else "whole on each rank")
     return ModelSource(
         name, _in_its_form(whole, sharded=sharded, stages=stages), pair, loss_of,
-        (*assumed, f"the model is built {how}"), own_batch, *cut,
+        (*assumed, f"the model is built {how}"), own_batch, parts.schedule, parts.cut_into,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a name stands for. ``first`` builds the model; ``batch``: that comes with it, or None.
+
+    ``config`` and ``tables``, the rows of its embeddings, may say how many positions it has. ``how``: it
+    is built, if that does not depend on the stage. ``schedule``, ``cut_into``: see :class:`ModelSource`.
+    """
+
+    first: Callable[[], nn.Module]
+    batch: Any
+    config: Any
+    assumed: tuple[str, ...] = ()
+    tables: Sequence[int] = ()
+    how: str = ""
+    schedule: str = "1F1B"
+    cut_into: int = 0
+
+
+def _of_function(name: str) -> _Parts:
+    """What a function of the program returns.
+
+    Raises:
+        UsageError: it is not a model, or a model and a batch.
+    """
+    build = _factory(name)
+    with fake_tensors():
+        made = build()
+    batch, model = _batch(name, made), _first(made)
+    first = (lambda: _first(build())) if isinstance(made, tuple) else build
+    if isinstance(model, PipelineModel):
+        # A PipelineModule keeps the layers of its stage.
+        how = "" if model.kept is None else "with its own layers only on each rank"
+        return _Parts(
+            first, batch, None, how=how, schedule=model.schedule, cut_into=len(model.stages)
+        )
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{name} returned {type(made).__name__}. It must return a model, or a model and a batch."
+        )
+    tables = [own.num_embeddings for own in model.modules() if isinstance(own, nn.Embedding)]
+    return _Parts(first, batch, getattr(model, "config", None), tables=tables)
+
+
+def _of_transformers(name: str) -> _Parts:
+    """A model of Transformers, without a batch.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    config = _configuration(name)
+    named = getattr(config, "dtype", None)
+    dtype = named or torch.get_default_dtype()
+    why = ", as its configuration says" if named else ": its configuration names no dtype"
+    said = f"the model is built in {dtype}{why}"
+    return _Parts(_transformers(name, config, dtype), None, config, (said,))
+
+
+def _token_batch(
+    name: str, parts: _Parts, micro_batch: int, length: int | None
+) -> tuple[dict[str, Tensor], str]:
+    """A batch of tokens for a model that has none, and a sentence about it.
+
+    Raises:
+        UsageError: the model has no positions for a sample of ``length`` tokens.
+    """
+    positions = most_positions(parts.first, parts.config, length or LENGTH, parts.tables)
+    if positions is not None and length is not None:
+        raise UsageError(_too_long(name, length, positions))
+    length = length or (LENGTH if positions is None else positions.most)
+    ids = torch.empty(micro_batch, length, dtype=torch.long, device="meta")
+    why = "" if positions is None else f"; the model takes no longer samples: {positions.text}"
+    said = f"a batch of input_ids and labels of {micro_batch} x {length} tokens, without attention mask"
+    return {"input_ids": ids, "labels": ids}, said + why
 
 
 def _too_long(name: str, length: int, positions: Positions) -> str:

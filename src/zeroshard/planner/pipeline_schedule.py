@@ -172,34 +172,41 @@ class _Rank:
             elif isinstance(event, Stretch):
                 self._stretch(event)
             elif isinstance(event, Arrival):
-                key = event.key, self._calls[Arrival, event.key]
-                while key not in self._board.sent:
-                    yield True
-                self._calls[Arrival, event.key] += 1
-                self._arrive(event, *self._board.sent[key])
+                yield from self._receive(event)
             else:
-                stream = self._stream_of(event)
-                while stream in self._joining and not self._can_join(stream):
-                    yield True
-                self._join(stream)
-                if isinstance(event, Start):
-                    self._start(event.stream, event.key, event.seconds, event.host_s)
-                elif isinstance(event, Send):
-                    self._send(event)
-                elif isinstance(event, JointStart):
-                    self._come_to(event)
-                    while self._serial and not self._can_join(event.stream):
-                        yield True
-                    if self._serial:
-                        self._join(event.stream)
-                else:
-                    self._wait(event.key)
+                yield from self._after_its_stream(event)
             self.at += 1
             self.moves += 1
         for stream in list(self._joining):
-            while not self._can_join(stream):
-                yield True
-            self._join(stream)
+            yield from self._join_when_possible(stream)
+
+    def _receive(self, event: Arrival) -> Iterator[bool]:
+        key = event.key, self._calls[Arrival, event.key]
+        while key not in self._board.sent:
+            yield True
+        self._calls[Arrival, event.key] += 1
+        self._arrive(event, *self._board.sent[key])
+
+    def _after_its_stream(self, event: Start | Send | JointStart | StreamWait) -> Iterator[bool]:
+        """Run an event when the collective that its stream is in has begun."""
+        stream = self._stream_of(event)
+        if stream in self._joining:
+            yield from self._join_when_possible(stream)
+        if isinstance(event, Start):
+            self._start(event.stream, event.key, event.seconds, event.host_s)
+        elif isinstance(event, Send):
+            self._send(event)
+        elif isinstance(event, JointStart):
+            self._come_to(event)
+            if self._serial:
+                yield from self._join_when_possible(event.stream)
+        else:
+            self._wait(event.key)
+
+    def _join_when_possible(self, stream: str) -> Iterator[bool]:
+        while not self._can_join(stream):
+            yield True
+        self._join(stream)
 
     def _stream_of(self, event: StageStep) -> str:
         """The stream whose last collective must have begun before the event can."""
@@ -318,8 +325,6 @@ class _Rank:
 
     def _join(self, stream: str) -> None:
         """All ranks have come to the last collective of a stream, so its end is known."""
-        if stream not in self._joining:
-            return
         event, number, place = self._joining.pop(stream)
         begin = max(self._board.joined[event.key, number])
         end = begin + event.seconds

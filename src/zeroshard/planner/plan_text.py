@@ -18,7 +18,7 @@ from zeroshard.core.sizes import decimal_text, mib, size_text
 from zeroshard.planner.candidates import Fit, Judged, StrategyKind
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
 from zeroshard.planner.plan import Change, Plan
-from zeroshard.planner.simulate import OUTSIDE_STEP, highest
+from zeroshard.planner.simulate import OUTSIDE_STEP, Simulation, highest
 from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.timeline import blocks, timeline
 
@@ -218,12 +218,7 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
     yield from outside_lines(plan)
     if plan.changes is not None:
         yield from change_lines(plan.changes)
-    if plan.one_more_nbytes is not None and plan.limit_nbytes is not None:
-        over = plan.one_more_nbytes - plan.limit_nbytes
-        yield (
-            f"micro-batch {plan.micro_batch} is the largest that fits: {plan.micro_batch + 1} needs "
-            f"{plan.one_more_nbytes:,} bytes, {over:,} too many"
-        )
+    yield from _one_more(plan)
     yield (
         f"{plan.model}: {found.params_numel:,} parameters, stage {plan.stage}, {plan.mesh.text}, "
         f"micro-batch {plan.micro_batch}, operations of {plan.target}; "
@@ -232,11 +227,7 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
     if plan.stages:
         yield _stages(plan)
     yield _phases(plan)
-    name, top = highest(found.moments)
-    where = f", module {top.module}" if top.module else ""
-    unit = plan.unit_of(top)
-    line = f", at {top.line}" if top.line else ""
-    yield f"highest in a step: {name}, {top.op}{where}{f', unit {unit}' if unit else ''}{line}"
+    yield _moment_line(plan)
     points = timeline(found.events, TEXT_MOMENTS)
     phases = ", ".join(dict.fromkeys(held.phase for _, held in points))
     yield f"over the step ({phases}): {blocks(points)}"
@@ -244,6 +235,33 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
     yield _traffic(plan)
     if plan.stage == 3:
         yield f"units that stay gathered from forward to backward: {_kept(found.kept)}"
+    yield from _file_lines(found)
+    if plan.time is not None:
+        yield from time_lines(plan.time)
+    yield from _limits_of(plan)
+
+
+def _one_more(plan: Plan) -> Iterator[str]:
+    """If the micro-batch is the largest that fits: how much the next one would need."""
+    if plan.one_more_nbytes is not None and plan.limit_nbytes is not None:
+        over = plan.one_more_nbytes - plan.limit_nbytes
+        yield (
+            f"micro-batch {plan.micro_batch} is the largest that fits: {plan.micro_batch + 1} needs "
+            f"{plan.one_more_nbytes:,} bytes, {over:,} too many"
+        )
+
+
+def _moment_line(plan: Plan) -> str:
+    """Where in a step the device holds the most."""
+    name, top = highest(plan.simulation.moments)
+    module = f", module {top.module}" if top.module else ""
+    unit = f", unit {found}" if (found := plan.unit_of(top)) else ""
+    line = f", at {top.line}" if top.line else ""
+    return f"highest in a step: {name}, {top.op}{module}{unit}{line}"
+
+
+def _file_lines(found: Simulation) -> Iterator[str]:
+    """What the rank reads and writes of swap files and of a checkpoint."""
     if found.file_nbytes:
         read, written = found.swapped
         yield (
@@ -252,8 +270,10 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
         )
     if found.checkpoint is not None:
         yield checkpoint_line(found.checkpoint)
-    if plan.time is not None:
-        yield from time_lines(plan.time)
+
+
+def _limits_of(plan: Plan) -> Iterator[str]:
+    """What the plan assumes, and what it does not contain."""
     yield "assumed:"
     yield from (f"  - {line}" for line in plan.assumed)
     yield "not modelled:"

@@ -188,9 +188,7 @@ def simulate(
         ConfigError: the configuration has mistakes.
     """
     inputs, labels = _pair(batch)
-    config = {
-        key: value for key, value in read_source(config)[0].items() if key not in _NOT_SIMULATED
-    }
+    config = {k: value for k, value in read_source(config)[0].items() if k not in _NOT_SIMULATED}
     log = StepLog()
     watch = Allocations(log.note)
     device = planned_memory(0 if target == "cpu" else device_nbytes or USUAL_NBYTES)
@@ -199,19 +197,13 @@ def simulate(
         model = build()
         arriving: Mapping[int, Sequence[Boundary]] = {}
         if isinstance(model, PipelineModel) and mesh.pipeline > 1:
-            loaded = load_config(
-                config,
-                world_size=mesh.world_size,
-                mesh_sources=mesh_sources(mesh=mesh, model=model),
-            )
-            arriving = stage_inputs(model.whole(), inputs, policy_from(loaded.config))
+            arriving = _arriving(model, config, mesh, inputs)
             del model
             gc.collect()  # cut layers are in cycles
             watch.forget_peaks()  # a run gets the shapes in messages
             model = build()
-        with nodes_of(ranks_per_node):  # what zero.Init holds of a transport is not counted
-            engine = _engine(model, config, mesh, plan)
-        with contextlib.closing(engine):
+        # What zero.Init holds of a transport is not counted.
+        with contextlib.closing(_engine(model, config, mesh, plan, ranks_per_node)) as engine:
             watch.buffers_nbytes = _buffers_of(engine)
             _expect(engine, arriving)
             step = _stepper(engine, model, inputs, labels, loss_fn, watch, log)
@@ -219,14 +211,25 @@ def simulate(
             return _and_checkpoint(engine, watch, found) if with_checkpoint else found
 
 
+def _arriving(
+    model: PipelineModel, config: Any, mesh: Mesh, inputs: Any
+) -> Mapping[int, Sequence[Boundary]]:
+    """What each stage of a pipeline receives."""
+    sources = mesh_sources(mesh=mesh, model=model)
+    loaded = load_config(config, world_size=mesh.world_size, mesh_sources=sources)
+    return stage_inputs(model.whole(), inputs, policy_from(loaded.config))
+
+
 def _engine(
     model: nn.Module,
     config: Any,
     mesh: Mesh,
     plan: Mapping[str, str] | str | None,
+    ranks_per_node: int | None,
 ) -> Engine:
-    """On the CPU, whatever this host has."""
-    return Engine(model, config=config, mesh=mesh, plan=plan, device="cpu")
+    """On the CPU, whatever this host has, with the transports of ranks on such nodes."""
+    with nodes_of(ranks_per_node):
+        return Engine(model, config=config, mesh=mesh, plan=plan, device="cpu")
 
 
 def _and_checkpoint(engine: Engine, watch: Allocations, found: Simulation) -> Simulation:

@@ -452,9 +452,7 @@ def _priced(
 ) -> Iterator[tuple[StepEvent | None, Event]]:
     """The events of a step with their seconds. Those of the update share its time by their bytes."""
     on_device = updated.tier == Tier.DEVICE.name or price.values.machine.execution == "serial"
-    update = [e.work for e in events if isinstance(e, Operation) and e.phase == "step"]
-    whole = sum(work.nbytes for work in update)
-    rate = price.update_s(updated) / whole if whole and on_device else 0.0
+    rate = _update_rate(events, updated, price) if on_device else 0.0
     away = not on_device
     operation_s = price.operation_s
     for event in events:
@@ -472,6 +470,13 @@ def _priced(
             yield event, Start(event.key, stream, seconds, operation_s)
         elif isinstance(event, Ended):
             yield event, StreamWait(event.key)
+
+
+def _update_rate(events: Sequence[StepEvent], updated: Updated, price: Prices) -> float:
+    """Seconds of the update on the device, for each byte of its operations."""
+    update = [e.work for e in events if isinstance(e, Operation) and e.phase == "step"]
+    whole = sum(work.nbytes for work in update)
+    return price.update_s(updated) / whole if whole else 0.0
 
 
 _NUMBER = re.compile(r"micro-batch \d+")

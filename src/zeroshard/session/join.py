@@ -107,22 +107,10 @@ def init_distributed(
         )
     if init_method is None:
         check_master(rank_info)
-    store: Store
     if init_method is None and rank_info.launcher == "none":
-        store = HashStore()
+        store: Store = HashStore()
     else:
-        method = init_method or (
-            "env://" if _has_master() else f"tcp://{_master(distributed_port)}"
-        )
-        store = _store(method, rank_info, timeout)
-        if init_method is None:
-            store = PrefixStore(space, store)
-        await_all(
-            cast("AgreeStore", PrefixStore("joining", store)),
-            rank_info.rank,
-            rank_info.world_size,
-            timeout_s=timeout.total_seconds(),
-        )
+        store = _met_store(init_method, distributed_port, rank_info, space, timeout)
     backend = dist_backend or default_backend()
     dist.init_process_group(
         backend,
@@ -138,6 +126,27 @@ def init_distributed(
             flush=True,
         )
     return rank_info
+
+
+def _met_store(
+    init_method: str | None, port: int, rank_info: RankInfo, space: str, timeout: timedelta
+) -> Store:
+    """The store of a run, after all ranks have come to it. ``space``: of the keys of this attempt.
+
+    Raises:
+        RankLate: some ranks did not come within ``timeout``.
+    """
+    method = init_method or ("env://" if _has_master() else f"tcp://{_master(port)}")
+    store = _store(method, rank_info, timeout)
+    if init_method is None:
+        store = PrefixStore(space, store)
+    await_all(
+        cast("AgreeStore", PrefixStore("joining", store)),
+        rank_info.rank,
+        rank_info.world_size,
+        timeout_s=timeout.total_seconds(),
+    )
+    return store
 
 
 def _store(method: str, rank_info: RankInfo, timeout: timedelta) -> Store:

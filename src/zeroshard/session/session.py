@@ -489,17 +489,9 @@ def _open(
     mesh: Mesh,
     kinds: Sequence[GroupKind],
 ) -> CommSession:
-    settings, rank, size = crew.settings, crew.ranks[crew.me], len(crew.ranks)
+    rank, size = crew.ranks[crew.me], len(crew.ranks)
     meetings = Recorder("meetings", ring=64, rank=rank, group_size=size)
-    session_watch = None
-    if crew.watchdog is not None:
-        parts = [
-            calls_of(recorder, crew.label, settings, peers=peers),
-            calls_of(
-                meetings, f"{crew.label}, control group", settings, peers=peers, home=recorder
-            ),
-        ]
-        session_watch = SessionWatch(crew.watchdog, crew.label, settings, peers, parts)
+    session_watch = _session_watch(crew, peers, recorder, meetings)
     opener = SessionOpener(crew, peers, transport, device, recorder, session_watch)
     try:
         opened = opener.open(recorder, group, purposes if mesh.is_flat else ("world",))
@@ -519,19 +511,44 @@ def _open(
     if crew.call == "initialize":
         session.make_control_group = partial(_control_group, crew, peers, meetings)
     if session_watch is not None:
-        messages = session.pipeline.messages.recorders if session.pipeline is not None else {}
-        layers = () if session.layers is None else (session.layers,)
-        every = (*session.recorders, *messages.values(), *layers)
-        if queues_on_device(session.world):
-            for each in every:
-                each.watch_device(ops_of(device))
-            ops_of(device).guard_waits(session_watch)
-        elif crew.call == "initialize":
-            same_work = mesh.groups(set(DIMS) - {"pipeline"}) if mesh.pipeline > 1 else [crew.ranks]
-            session_watch.compare_pace(session.recorder, every, same_work)
+        _watch_calls(session, session_watch, crew, device, mesh)
         aborts = [comm.abort for comm in opener.comms if hasattr(comm, "abort")]
         session_watch.start(*aborts, session.abort_groups)
     return session
+
+
+def _session_watch(
+    crew: SetUpRanks, peers: Peers, recorder: Recorder, meetings: Recorder
+) -> SessionWatch | None:
+    """What watches the collectives of a session and the meetings of its control group, if that is on."""
+    if crew.watchdog is None:
+        return None
+    label, settings = crew.label, crew.settings
+    parts = [
+        calls_of(recorder, label, settings, peers=peers),
+        calls_of(meetings, f"{label}, control group", settings, peers=peers, home=recorder),
+    ]
+    return SessionWatch(crew.watchdog, label, settings, peers, parts)
+
+
+def _watch_calls(
+    session: CommSession,
+    session_watch: SessionWatch,
+    crew: SetUpRanks,
+    device: torch.device,
+    mesh: Mesh,
+) -> None:
+    """Watch what queues on a device until it has run there; on the CPU compare the pace of ranks."""
+    messages = session.pipeline.messages.recorders if session.pipeline is not None else {}
+    layers = () if session.layers is None else (session.layers,)
+    every = (*session.recorders, *messages.values(), *layers)
+    if queues_on_device(session.world):
+        for each in every:
+            each.watch_device(ops_of(device))
+        ops_of(device).guard_waits(session_watch)
+    elif crew.call == "initialize":
+        same_work = mesh.groups(set(DIMS) - {"pipeline"}) if mesh.pipeline > 1 else [crew.ranks]
+        session_watch.compare_pace(session.recorder, every, same_work)
 
 
 def _ranks_file(crew: SetUpRanks, cards: Mapping[int, str]) -> RanksFile:

@@ -105,27 +105,41 @@ def is_deepspeed(path: str | Path) -> bool:
 
 def _files(path: Path) -> _Files:
     """The files of a directory, which must have one for every rank up to the highest."""
-    try:
-        names = sorted(os.listdir(path))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be opened: {error.strerror}.") from error
+    names = _names(path)
     model = [found for name in names if (found := _MODEL.fullmatch(name))]
     optim = [found for name in names if (found := _OPTIM.fullmatch(name))]
     others = [name for name in names if _PARTS.fullmatch(name)]
     others += [m.string for m in (*model, *optim) if int(m["mp"]) != 0]
     if others:
         _refuse_parallel(path, f"the file {others[0]}")
-    whole = [m for m in model if m["rank"] is None]
-    sliced = [m for m in model if m["rank"] is not None]
     if not model:
         raise CheckpointError(
             f"{path} has no file *mp_rank_00_model_states.pt: it is not a checkpoint of "
             "DeepSpeed, or the save did not finish. Give the directory of one tag, such as "
             "global_step1000."
         )
+    same = _of_one_stage(path, model)
+    return _Files(_by_rank(path, same, "model"), _by_rank(path, optim, "optim"))
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror}.") from error
+
+
+def _of_one_stage(path: Path, model: list[re.Match[str]]) -> list[re.Match[str]]:
+    """The files of the model: one for all ranks, or one for each (stage 3).
+
+    Raises:
+        CheckpointError: the directory has files of both kinds.
+    """
+    whole = [m for m in model if m["rank"] is None]
+    sliced = [m for m in model if m["rank"] is not None]
     if whole and sliced:
         _refuse_mixture(path, whole[0].string, sliced[0].string)
-    return _Files(_by_rank(path, sliced or whole, "model"), _by_rank(path, optim, "optim"))
+    return sliced or whole
 
 
 def _by_rank(path: Path, matches: Iterable[re.Match[str]], kind: str) -> tuple[Path, ...]:

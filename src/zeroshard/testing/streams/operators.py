@@ -77,6 +77,15 @@ def _tensors(value: Any) -> Iterable[Tensor]:
             yield from _tensors(item)
 
 
+def _used(shape: _Shape, args: tuple[Any, ...], kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors among the arguments that an operator only reads, and those that it writes."""
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    for at, argument in (*enumerate(args), *kwargs.items()):
+        (written if at in shape.writes else read).extend(_tensors(argument))
+    return read, written
+
+
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     total = 0
     for tensor in tensors:
@@ -106,14 +115,7 @@ class OperatorMode(TorchDispatchMode):
         with self._machine.lock:
             if shape.is_view or shape.name in _METADATA:
                 return self._view(func, shape, args, kwargs)
-            read = [
-                t for at, arg in enumerate(args) if at not in shape.writes for t in _tensors(arg)
-            ]
-            read += [t for k, arg in kwargs.items() if k not in shape.writes for t in _tensors(arg)]
-            written = [
-                t for at, arg in enumerate(args) if at in shape.writes for t in _tensors(arg)
-            ]
-            written += [t for k, arg in kwargs.items() if k in shape.writes for t in _tensors(arg)]
+            read, written = _used(shape, args, kwargs)
             if shape.name == "_local_scalar_dense":
                 for tensor in read:
                     read_on_host(storages, tensor, "item")

@@ -338,32 +338,8 @@ class TensorPatches:
         self._attribute("is_cpu", lambda tensor: device_of(tensor).type == "cpu")
 
     def _methods(self) -> None:
-        storages, machine, tensor = self._storages, self._machine, torch.Tensor
-
-        def to(old: Any) -> Callable[..., Tensor]:
-            def call(self_: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                copy = kwargs.pop("copy", False)
-                if args and isinstance(args[0], Tensor):
-                    args = (args[0].device, args[0].dtype, *args[1:])
-                if len(args) > 3:
-                    *args, copy = args  # type: ignore[assignment]
-                device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
-                how: dict[str, Any] = {"non_blocking": non_blocking}
-                if layout is not None:
-                    how["memory_format"] = layout
-                number = None if device is None else number_of(device, machine)
-                here_ = storages.place_of(self_)
-                if device is None or device.type not in ("cpu", "cuda") or number == here_.device:
-                    if device is not None and device.type not in ("cpu", "cuda"):
-                        how["device"] = device
-                    moved: Tensor = old(self_, dtype=dtype or self_.dtype, copy=copy, **how)
-                    return moved
-                return outer._move(self_, DevicePlace(number), dtype, **how)
-
-            return call
-
-        outer = self
-        self._replace(tensor, "to", to)
+        storages, tensor = self._storages, torch.Tensor
+        self._replace(tensor, "to", self._to)
         self._replace(tensor, "cuda", lambda _: self._cuda)
         self._replace(tensor, "cpu", lambda _: lambda t, **_: tensor.to(t, _CPU))
         self._replace(
@@ -382,6 +358,31 @@ class TensorPatches:
         self._replace(tensor, "record_stream", lambda _: self._record_stream)
         self._replace(tensor, "tolist", lambda old: self._reading(old, "tolist"))
         self._replace(tensor, "numpy", self._numpy)
+
+    def _to(self, old: Any) -> Callable[..., Tensor]:
+        """A replacement of ``Tensor.to`` that moves between pretended memories. ``old``: the method."""
+        storages, machine = self._storages, self._machine
+
+        def call(self_: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            copy = kwargs.pop("copy", False)
+            if args and isinstance(args[0], Tensor):
+                args = (args[0].device, args[0].dtype, *args[1:])
+            if len(args) > 3:
+                *args, copy = args  # type: ignore[assignment]
+            device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
+            how: dict[str, Any] = {"non_blocking": non_blocking}
+            if layout is not None:
+                how["memory_format"] = layout
+            number = None if device is None else number_of(device, machine)
+            here_ = storages.place_of(self_)
+            if device is None or device.type not in ("cpu", "cuda") or number == here_.device:
+                if device is not None and device.type not in ("cpu", "cuda"):
+                    how["device"] = device
+                moved: Tensor = old(self_, dtype=dtype or self_.dtype, copy=copy, **how)
+                return moved
+            return self._move(self_, DevicePlace(number), dtype, **how)
+
+        return call
 
     def _cuda(
         self, tensor: Tensor, device: Any = None, non_blocking: bool = False, **_: Any
