@@ -50,14 +50,14 @@ setup: $(READY)
 
 # torch first and alone: it is the one large download, and the packages after it accept what is there.
 # One line for each step; what pip says is shown if it fails.
-$(READY): constraints.txt pyproject.toml
+$(READY): constraints.txt pyproject.toml testing/pyproject.toml
 	@begin=$$(date +%s); log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
 	step() { echo "set-up: $$1"; shift; "$$@" > "$$log" 2>&1 || { cat "$$log" >&2; exit 1; }; }; \
 	step "making .venv" $(PYTHON) -m venv .venv; \
 	step "installing torch, about 200 MB" $(PIP) "$$(grep '^torch==' constraints.txt)"; \
 	if [ "$$(uname -sm)" = "Linux x86_64" ] && ! $(BIN)/python -c "import triton" 2> /dev/null; then \
 		step "installing Triton, about 290 MB" $(PIP) "triton==$(TRITON)"; fi; \
-	step "installing the rest" $(PIP) -c constraints.txt -e '.[dev,hf,lightning]'; \
+	step "installing the rest" $(PIP) -c constraints.txt -e '.[dev,hf,lightning]' -e ./testing; \
 	touch $@; echo "set-up: done in $$(( $$(date +%s) - begin )) s"
 
 train: $(READY)

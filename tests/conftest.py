@@ -7,9 +7,8 @@ import os
 
 import pytest
 from support.covering import FULL, rows_for_full
-
-from zeroshard.testing import leak_check
-from zeroshard.testing.ranks import pool
+from zeroshard_testing import leak_check
+from zeroshard_testing.ranks import pool
 
 
 def pytest_collection_modifyitems(config, items):

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from zeroshard.testing.ranks import pool
+from zeroshard_testing.ranks import pool
 
 
 class WarmPython:

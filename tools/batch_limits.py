@@ -42,11 +42,11 @@ from plan_check import (
     settings,
     swap_folder,
 )
+from zeroshard_testing.ranks import run_ranks
 
 import zeroshard
 from zeroshard.planner.largest_batch import largest_batch
 from zeroshard.planner.simulate import highest
-from zeroshard.testing.ranks import run_ranks
 
 TOLD = "could not be allocated"
 """Words of the error, which also has the memory of the rank at that moment."""

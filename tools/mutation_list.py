@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Mutation:
     """A plausible mistake.
 
-    ``old``: a text that occurs once in the file ``path`` of `src/zeroshard`; ``new`` replaces it.
+    ``old``: a text that occurs once in the file ``path`` of `src/zeroshard`, or of the repository if it
+    is in `testing/`; ``new`` replaces it.
     ``witness``: arguments of pytest for tests that `make test` runs, one of which fails with the mistake.
     """
 
@@ -18,6 +19,11 @@ class Mutation:
     old: str
     new: str
     witness: str
+
+    @property
+    def file(self) -> str:
+        """The path inside the repository."""
+        return self.path if self.path.startswith("testing/") else f"src/zeroshard/{self.path}"
 
 
 MUTATIONS = [
@@ -926,7 +932,7 @@ MUTATIONS = [
     ),
     Mutation(
         "checker-takes-all-streams-for-recorded",
-        "testing/streams/machine.py",
+        "testing/src/zeroshard_testing/streams/machine.py",
         "for stream in block.recorded:",
         "for stream in self.streams:",
         "tests/streams/test_checker.py::test_a_program_and_its_mistake",

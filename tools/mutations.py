@@ -99,7 +99,9 @@ class Copy:
         for entry in (old / packages).iterdir():
             if not entry.name.startswith("__editable__"):
                 (new / packages / entry.name).symlink_to(entry)
-        (new / packages / "copy.pth").write_text(f"{self.folder / 'src'}\n")
+        (new / packages / "copy.pth").write_text(
+            f"{self.folder / 'src'}\n{self.folder / 'testing/src'}\n"
+        )
         for entry in (old / "bin").iterdir():
             place = new / "bin" / entry.name
             if entry.is_symlink():
@@ -149,7 +151,7 @@ class Judge:
 
     def judge(self, mutation: Mutation) -> str:
         """Run the witness with and, if it failed, without the mistake. Prints and returns the verdict."""
-        copy, path = self._free.get(), f"src/zeroshard/{mutation.path}"
+        copy, path = self._free.get(), mutation.file
         text = (ROOT / path).read_text()
         try:
             copy.write(path, mutated(text, mutation))

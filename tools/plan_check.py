@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from zeroshard_testing.ranks import run_ranks
 
 import zeroshard
 from zeroshard.comm import shm
@@ -45,7 +46,6 @@ from zeroshard.memory.storage import resize_listeners
 from zeroshard.planner.allocations import Allocations
 from zeroshard.planner.model_source import cut_evenly, loss_of
 from zeroshard.planner.simulate import Simulation, observe, simulate
-from zeroshard.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/plan.md", ROOT / "benchmarks/results/plan-check.json"

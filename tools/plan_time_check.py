@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from plan_check import _IDS, PAGE
 from torch import nn
+from zeroshard_testing.ranks import run_ranks
 
 import zeroshard
 from zeroshard.config.machine_file import MachineFile, load_machine
@@ -32,7 +33,6 @@ from zeroshard.planner.measure import Load, measure, read_load
 from zeroshard.planner.model_source import loss_of
 from zeroshard.planner.simulate import simulate
 from zeroshard.planner.step_time import StepTime, step_time
-from zeroshard.testing.ranks import run_ranks
 
 BEGIN, END = "<!-- plan_time_check.py: begin -->", "<!-- plan_time_check.py: end -->"
 

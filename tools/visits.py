@@ -28,7 +28,7 @@ import zeroshard
 from zeroshard.optim import native_adam
 
 ROOT = f"{Path(zeroshard.__file__).parent}{os.sep}"
-APART = ("compat", "deepspeed", "integrations", "testing", "triton_kernels", "__main__")
+APART = ("compat", "deepspeed", "integrations", "triton_kernels", "__main__")
 WIDTH = 704  # a rank's shard is a multiple of 64 elements, so that the fused update does all of it
 CONFIG = {
     "train_batch_size": 8,

@@ -83,7 +83,7 @@ class Job:
     ``offload``: the device of optimizer state; "" is the GPU. ``ratio``: the share of it that goes there.
     ``placing``: more keys of ``offload_optimizer``. ``offloads_params``: with ``offload``, parameters go
     there too. ``pretended``: ``device`` is the
-    pretended one of :mod:`zeroshard.testing.streams`.
+    pretended one of :mod:`zeroshard_testing.streams`.
     """
 
     system: str

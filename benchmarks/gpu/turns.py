@@ -93,7 +93,7 @@ class Bench:
     """Runs turns within the time limit of the current step.
 
     ``rehearsal``: "" on a GPU, "cpu", or "pretended" for the pretended device of
-    :mod:`zeroshard.testing.streams`. ``machine``: the measured hardware. ``note``: called after each
+    :mod:`zeroshard_testing.streams`. ``machine``: the measured hardware. ``note``: called after each
     turn.
     """
 
@@ -173,7 +173,7 @@ def environment(
 
     Segments of the allocator can grow, so that memory is not lost between blocks of different sizes.
     """
-    paths = [str(ROOT / "src"), before.get("PYTHONPATH", "")]
+    paths = [str(ROOT / "src"), str(ROOT / "testing/src"), before.get("PYTHONPATH", "")]
     env = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         **before,

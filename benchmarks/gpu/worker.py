@@ -134,7 +134,7 @@ def run(task: str, job: Job, options: dict[str, Any]) -> dict[str, Any]:
 
 def on_pretended_device(task: str, job: Job, options: dict[str, Any]) -> dict[str, Any]:
     """The same on a device that is only pretended, with what it found about the streams."""
-    from zeroshard.testing.streams import pretend_cuda
+    from zeroshard_testing.streams import pretend_cuda
 
     ranks = OVER_COLLECTIVES.get(task)
     with pretend_cuda() as watch, nullcontext() if ranks is None else watch.world(ranks):

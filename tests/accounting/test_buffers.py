@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 from census import WIDTH, Stack, measured, micro_step, stack_config
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
-from zeroshard.testing import on_ranks
 from zeroshard.zero.gradients import GROUP_NUMEL
 from zeroshard.zero.reduce import MAX_IN_FLIGHT
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from peak import Peak
 from torch import Tensor, nn
+from zeroshard_testing import on_ranks
+from zeroshard_testing.ranks import pool
 
 from zeroshard import Engine
 from zeroshard.core.tiers import Tier
-from zeroshard.testing import on_ranks
-from zeroshard.testing.ranks import pool
 
 MIB = 1 << 20
 CEILING_MB = 64

@@ -9,10 +9,10 @@ import torch
 from peak import Peak, SharedPeak, TensorPeak, give_back
 from support.covering import each_value
 from torch import Tensor, nn
+from zeroshard_testing import on_ranks
+from zeroshard_testing.ranks import pool
 
 from zeroshard import Engine
-from zeroshard.testing import on_ranks
-from zeroshard.testing.ranks import pool
 from zeroshard.zero import Init, materialize
 
 SLACK = 1.1

@@ -8,13 +8,13 @@ from checkpoint_dirs import write_checkpoint
 from peak import Peak, give_back
 from support.covering import sampled
 from torch import Tensor, nn
+from zeroshard_testing import on_ranks
+from zeroshard_testing.ranks import pool
 
 from zeroshard import Engine
 from zeroshard.checkpoint.export import export_checkpoint
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.engine import export
-from zeroshard.testing import on_ranks
-from zeroshard.testing.ranks import pool
 
 SLACK_NBYTES = (
     160 << 20

@@ -13,10 +13,10 @@ from census import Stack, everything_alive, micro_step, stack_config
 from peak import give_back, resident_nbytes
 from support.covering import sampled
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.errors import ShardedAccess
-from zeroshard.testing import on_ranks
 
 STAGES = (0, 1, 2, 3)
 MIB = 2**20

@@ -10,9 +10,9 @@ from census import Stack, assert_plan_is_real, everything_alive, planned, stack_
 from support.edge_case_models import BATCH, CASES, Case
 from support.parity import cast_batch, make_batches
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
-from zeroshard.testing import on_ranks
 
 STAGES = (0, 1, 2, 3)
 STEP_NBYTES = 4  # Adam counts the steps of every fragment

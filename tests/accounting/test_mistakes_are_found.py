@@ -12,9 +12,9 @@ from unittest import mock
 import plan_check
 import pytest
 from torch import Tensor, nn
+from zeroshard_testing import run_ranks
 
 from zeroshard.comm import planned
-from zeroshard.testing import run_ranks
 from zeroshard.zero import optimizer
 from zeroshard.zero.init import Init
 from zeroshard.zero.optimizer_shard import OptimizerShard

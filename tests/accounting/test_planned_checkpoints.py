@@ -7,13 +7,13 @@ from pathlib import Path
 
 import plan_check
 import pytest
+from zeroshard_testing.ranks import run_ranks
 
 from zeroshard.checkpoint import blocks
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.tiers import Tier
 from zeroshard.planner.model_source import loss_of
 from zeroshard.planner.simulate import observe, simulate
-from zeroshard.testing.ranks import run_ranks
 
 ASYNCHRONOUS = {
     "checkpoint": {"asynchronous": True},

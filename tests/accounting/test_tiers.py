@@ -23,6 +23,7 @@ from peak import give_back, resident_nbytes
 from support.covering import FULL, sampled
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.core import tiers
@@ -35,7 +36,6 @@ from zeroshard.offload.capacity_check import demand_of
 from zeroshard.offload.grad_store import DiskGradStore
 from zeroshard.offload.shard_store import WRITES_IN_FLIGHT, DiskShardStore
 from zeroshard.offload.swap_file import SwapFile
-from zeroshard.testing import on_ranks
 from zeroshard.zero.reduce import MAX_IN_FLIGHT
 
 CHUNK_NUMEL = 2**14

@@ -12,10 +12,10 @@ import torch
 from census import WIDTH, Stack, micro_step, stack_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.core.stages import STAGES
-from zeroshard.testing import on_ranks
 
 
 def moved(engine: Engine) -> Counter[str]:
@@ -49,7 +49,7 @@ def check_volume(config: dict, stage: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_moves_as_many_elements_as_the_paper_says(stage, world):
-    from zeroshard.testing import run_ranks
+    from zeroshard_testing import run_ranks
 
     run_ranks(check_volume, world, stack_config(stage, stage3_max_reuse_distance=0), stage)
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from programs import deepspeed_is_ours, finds_deepspeed, forget, tiny  # noqa: F401
-
-from zeroshard.testing.ranks import pool, run_ranks
+from zeroshard_testing.ranks import pool, run_ranks
 
 
 def knows_deepspeed() -> bool:

@@ -25,10 +25,10 @@ from unittest import mock
 
 import pytest
 import warm_python
+from zeroshard_testing.ranks import pool, run_ranks
 
 from zeroshard.deepspeed.install import DIRECTORY as COMPAT
 from zeroshard.run.address import unused_port
-from zeroshard.testing.ranks import pool, run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from programs import forget, tiny, with_deepspeed
 from torch.utils.data import DataLoader
+from zeroshard_testing import on_ranks
+from zeroshard_testing.ranks import run_ranks
 
 from zeroshard.errors import DistributedError
-from zeroshard.testing import on_ranks
-from zeroshard.testing.ranks import run_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")

@@ -15,9 +15,9 @@ import warm_python
 from by_name import by_name, no_deepspeed_on_ranks, plain, rows, sharded, tiny  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import UsageError
-from zeroshard.testing import on_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -200,7 +200,7 @@ def resumed(folder: str) -> dict[str, list[float]]:
 
 
 def test_a_state_of_two_ranks_is_loaded_by_one_at_another_stage(folder):
-    from zeroshard.testing.ranks import run_ranks
+    from zeroshard_testing.ranks import run_ranks
 
     wanted = run_ranks(saved, 2, folder, group=False)[0]
     found = run_ranks(resumed, 1, folder, group=False)[0]
@@ -520,7 +520,7 @@ def misuse(call: str, accelerator: Any, model: Any, optimizer: Any, whole: Any) 
     ],
 )  # fmt: skip
 def test_mistakes_are_refused_with_what_to_do(call, says):
-    from zeroshard.testing.ranks import run_ranks
+    from zeroshard_testing.ranks import run_ranks
 
     assert says in run_ranks(refusal, 1, call, group=False)[0]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from programs import forget, with_deepspeed
 from torch.utils.data import DataLoader
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import UsageError
-from zeroshard.testing import on_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")

@@ -24,9 +24,9 @@ import warm_python
 from programs import EXAMPLES, forget, with_deepspeed
 from torch import nn
 from torch.utils.data import DataLoader
+from zeroshard_testing.ranks import run_ranks
 
 from zeroshard.deepspeed.logs import logger
-from zeroshard.testing.ranks import run_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-from zeroshard.testing.ranks import run_ranks
+from zeroshard_testing.ranks import run_ranks
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]

@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed_runs import CASES, MORE_STEPS, STEPS, TAG, Model, config, parameter_groups, tokens
+from zeroshard_testing import run_ranks
 
 import zeroshard
 from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader, is_deepspeed
 from zeroshard.checkpoint.reader import full
-from zeroshard.testing import run_ranks
 from zeroshard.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 SITE = os.environ.get("ZEROSHARD_TEST_DEEPSPEED", "")

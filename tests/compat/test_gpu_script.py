@@ -18,10 +18,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpu_rehearsal import FOLDER, ROOT, Load, rehearse, script
+from zeroshard_testing.ranks import run_ranks
+from zeroshard_testing.streams import pretend_cuda
 
 import zeroshard
-from zeroshard.testing.ranks import run_ranks
-from zeroshard.testing.streams import pretend_cuda
 
 # ---------------------------------------------------------------- the command line
 
@@ -179,7 +179,7 @@ def test_all_systems_get_the_same_allocator_and_no_turn_a_launchers_rank(load: L
     env = environment({"RANK": "3", "PYTHONPATH": "/x"}, Path("/e"))
     assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert env["TORCH_EXTENSIONS_DIR"] == "/e"
-    assert env["PYTHONPATH"] == f"{ROOT}/src:/x"
+    assert env["PYTHONPATH"] == f"{ROOT}/src:{ROOT}/testing/src:/x"
     assert "RANK" not in env
     assert "TORCH_CUDA_SANITIZER" not in env
     assert environment({}, Path("/e"), sanitized=True)["TORCH_CUDA_SANITIZER"] == "1"

@@ -13,8 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-
-from zeroshard.testing.ranks import run_ranks
+from zeroshard_testing.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ("--steps", "4", "--dim", "64", "--context", "16", "--vocab", "300")

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-
-from zeroshard.testing import run_ranks
+from zeroshard_testing import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
 STAGES = ('"pipeline": 2', "num_stages=2")

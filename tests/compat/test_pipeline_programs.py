@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 import torch
 from programs import EXAMPLES
+from zeroshard_testing.ranks import run_ranks
 
 from zeroshard.deepspeed.helpers import set_random_seed
 from zeroshard.deepspeed.install import DIRECTORY
-from zeroshard.testing.ranks import run_ranks
 
 ALEXNET = EXAMPLES / "pipeline_alexnet" / "train.py"
 GPT = Path(__file__).with_name("pipelined_gpt.py")

@@ -30,8 +30,7 @@ from programs import (
     under_deepspeed_itself,
     with_deepspeed,
 )
-
-from zeroshard.testing.ranks import RanksFailed, run_ranks
+from zeroshard_testing.ranks import RanksFailed, run_ranks
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("deepspeed_on_ranks")

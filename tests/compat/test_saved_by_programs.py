@@ -15,8 +15,7 @@ import torch
 from programs import with_deepspeed
 from test_peft import base, config, folder, go_on, trained, with_adapters  # noqa: F401
 from torch import nn
-
-from zeroshard.testing import on_ranks
+from zeroshard_testing import on_ranks
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from programs import with_deepspeed
+from zeroshard_testing import on_ranks
+from zeroshard_testing.ranks import run_ranks
 
 from zeroshard.errors import DistributedError, ShardedAccess
-from zeroshard.testing import on_ranks
-from zeroshard.testing.ranks import run_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")

@@ -12,11 +12,11 @@ import pytest
 import torch
 from by_name import by_name, no_deepspeed_on_ranks, rows, tiny  # noqa: F401
 from torch import nn
+from zeroshard_testing import on_ranks
+from zeroshard_testing.ranks import run_ranks
 
 from zeroshard.errors import UsageError
 from zeroshard.integrations.resuming import newest_checkpoint
-from zeroshard.testing import on_ranks
-from zeroshard.testing.ranks import run_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")

@@ -9,8 +9,7 @@ import pytest
 import torch
 from programs import with_deepspeed
 from support.covering import sampled
-
-from zeroshard.testing.ranks import run_ranks
+from zeroshard_testing.ranks import run_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")

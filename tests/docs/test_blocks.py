@@ -19,11 +19,11 @@ import typer
 from pages import PAGES, ROOT, Block, blocks_of, split
 from torch import nn
 from typer.testing import CliRunner
+from zeroshard_testing import run_ranks
 
 from zeroshard.cli.main import main
 from zeroshard.config import load_config
 from zeroshard.config.machine_file import parse_machine
-from zeroshard.testing import run_ranks
 
 Treatment = Callable[[Block, Path], None]
 """Called with a block and its page, in an empty directory. Raises if the block is wrong."""

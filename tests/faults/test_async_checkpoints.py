@@ -16,12 +16,12 @@ import pytest
 from checkpoint_model import open_engine, train
 from saved_runs import STAGE, equals_expected, everywhere, failure, keep_expected, saves
 from warm_python import WarmPython
+from zeroshard_testing import RankEnd, run_ranks
 
 from zeroshard import Engine
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.run.address import unused_port
-from zeroshard.testing import RankEnd, run_ranks
 
 RANKS = 2
 BEHIND = {"checkpoint": {"asynchronous": True}}

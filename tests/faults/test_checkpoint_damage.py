@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from checkpoint_model import differences, everything, open_engine, train
 from saved_runs import STAGE, contents, equals_expected, everywhere, failure, saves
+from zeroshard_testing import run_ranks
 
 from zeroshard.checkpoint import save
 from zeroshard.checkpoint.blocks import BlockWriter
-from zeroshard.testing import run_ranks
 
 BLOCK_NBYTES = 4096
 SHARD = "rank-00001-of-{:05d}.safetensors"

@@ -20,9 +20,9 @@ from saved_runs import (
     keep_expected,
     saved_run,
 )
+from zeroshard_testing import run_ranks
 
 from zeroshard.checkpoint import save
-from zeroshard.testing import run_ranks
 
 RANKS = 2
 DISK_NBYTES = 1 << 20

@@ -12,12 +12,12 @@ import pytest
 import torch.distributed as dist
 from checkpoint_model import open_engine, train
 from saved_runs import STAGE, contents, equals_expected, failure, keep_expected, saves
+from zeroshard_testing import RankEnd, run_ranks
 
 from zeroshard import Engine
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.save import FAULT_POINTS
-from zeroshard.testing import RankEnd, run_ranks
 
 RANKS = 2
 KEEP = {"checkpoint": {"keep_last": 9}}

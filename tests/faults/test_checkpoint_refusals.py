@@ -11,9 +11,9 @@ import pytest
 import torch
 from checkpoint_model import open_engine, train
 from saved_runs import STAGE, check_goes_on, check_refused, contents, everywhere, failure, saved_run
+from zeroshard_testing import run_ranks
 
 from zeroshard.checkpoint import save
-from zeroshard.testing import run_ranks
 
 RANKS = 2
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from support.covering import covering, sampled
 from torch import nn
+from zeroshard_testing import run_ranks
 
 import zeroshard
-from zeroshard.testing import run_ranks
 
 STAGES = (0, 1, 2, 3)
 TRANSPORTS = ("shm", "p2p", "stock")

@@ -20,10 +20,10 @@ from support.mesh_runs import differences
 from test_checkpoint_disk_faults import failing
 from test_checkpoint_faults import check_tidy, check_whole
 from torch import Tensor
+from zeroshard_testing import RankEnd, run_ranks
 
 from zeroshard import Engine
 from zeroshard.core.mesh import Mesh
-from zeroshard.testing import RankEnd, run_ranks
 
 STAGE = 3
 RUNS = {  # the mesh, and the module with the functions of the run

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from zeroshard_testing import RankEnd, run_ranks
 
 import zeroshard
 from zeroshard.core import tiers
@@ -29,7 +30,6 @@ from zeroshard.engine import build_runtime
 from zeroshard.errors import DiskError, UsageError
 from zeroshard.memory import storage
 from zeroshard.offload import capacity_check, disk_check
-from zeroshard.testing import RankEnd, run_ranks
 from zeroshard.zero import safe_get_full_fp32_param
 
 QUICK = {"first_report_s": 1.0, "frozen_s": 2.0, "grace_s": 5.0}

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from support.covering import sampled
 from torch import nn
+from zeroshard_testing import run_ranks
 
 import zeroshard
-from zeroshard.testing import run_ranks
 
 PAUSE_S = 4.0
 

@@ -14,11 +14,11 @@ import torch
 from support import pipeline_models as models
 from support.interpreter_lock import hold
 from torch import Tensor, nn
+from zeroshard_testing import run_ranks
 
 from zeroshard import Engine
 from zeroshard.errors import RankFrozen, RankLate, RankLost, UsageError, ZeroShardError
 from zeroshard.parallel import pipeline
-from zeroshard.testing import run_ranks
 
 
 def failing(_logits: Tensor, _labels: Tensor) -> Tensor:

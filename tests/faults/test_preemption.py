@@ -14,10 +14,10 @@ import torch
 from support import pipeline_models as models
 from torch import nn
 from warm_python import WarmPython
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.parallel import pipeline
-from zeroshard.testing import on_ranks
 
 pytestmark = pytest.mark.timeout(150)
 

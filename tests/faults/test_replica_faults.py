@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from zeroshard_testing import run_ranks
 
 import zeroshard
 from zeroshard.core.mesh import Mesh
-from zeroshard.testing import run_ranks
 
 QUICK = {"first_report_s": 1.0, "frozen_s": 2.0, "grace_s": 5.0}
 LIMIT_S = 15.0

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from zeroshard_testing import run_ranks
 
 import zeroshard
-from zeroshard.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)

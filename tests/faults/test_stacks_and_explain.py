@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from warm_python import WarmPython, run
+from zeroshard_testing.ranks import run_ranks
 
 from zeroshard.session.session import open_session
-from zeroshard.testing.ranks import run_ranks
 from zeroshard.watchdog.live_view import view_run
 from zeroshard.watchdog.settings import WatchdogSettings
 

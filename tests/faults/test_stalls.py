@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from zeroshard_testing import run_ranks
 
 import zeroshard
 from zeroshard.session.session import open_session
-from zeroshard.testing import run_ranks
 from zeroshard.watchdog.settings import WatchdogSettings
 
 LIMIT_S = 1.0

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.tensor_networks import network
+from zeroshard_testing import run_ranks
 
 import zeroshard
 from zeroshard.parallel import plan_agreement, tensor_parallel
 from zeroshard.session import join
-from zeroshard.testing import run_ranks
 from zeroshard.watchdog.settings import WatchdogSettings
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

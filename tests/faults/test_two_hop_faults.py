@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.faulty_comm import Fault, FaultyComm
+from zeroshard_testing.ranks import run_ranks
 
 from zeroshard.comm import Comm, make_comm
 from zeroshard.comm.host import open_sockets, shut_down
 from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import DistributedError
-from zeroshard.testing.ranks import run_ranks
 
 LIMIT_S = 8.0
 VICTIM = 3

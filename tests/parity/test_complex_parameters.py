@@ -23,12 +23,12 @@ from support.parity import (
     sgd,
 )
 from torch import nn
+from zeroshard_testing import on_ranks
+from zeroshard_testing.ranks import run_ranks
 
 from zeroshard.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.optim.fragment_norms import in_order_of_clipping, norm_of
-from zeroshard.testing import on_ranks
-from zeroshard.testing.ranks import run_ranks
 from zeroshard.zero import (
     GatheredParameters,
     Init,

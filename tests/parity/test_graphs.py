@@ -18,8 +18,7 @@ from support.edge_case_models import Case, mse
 from support.parity import engine_run, make_batches, reference_run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from zeroshard.testing import on_ranks
+from zeroshard_testing import on_ranks
 
 SAMPLES, TOKENS, WIDTH = 2, 3, 7
 

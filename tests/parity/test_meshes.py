@@ -32,6 +32,7 @@ from support.mesh_runs import (
 from support.parity import Scale, Trajectory, reference_run
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from zeroshard_testing import on_ranks, run_ranks
 
 import zeroshard
 from zeroshard import Engine
@@ -39,7 +40,6 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.data.batches import loader_for
 from zeroshard.errors import UnevenBatches
 from zeroshard.parallel.initial_values import draw_values
-from zeroshard.testing import on_ranks, run_ranks
 from zeroshard.zero import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
 PIPELINE = Mesh(pipeline=2, data_shard=2)

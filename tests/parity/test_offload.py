@@ -14,6 +14,7 @@ import torch
 from compare import CASES, trained
 from support.covering import covering, each_value, sampled
 from support.parity import assert_bit_equal
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.core import tiers
@@ -23,7 +24,6 @@ from zeroshard.errors import UsageError
 from zeroshard.offload import stores as offload_stores
 from zeroshard.offload.grad_store import DiskGradStore
 from zeroshard.optim import native_adam
-from zeroshard.testing import on_ranks
 from zeroshard.zero import (
     GatheredParameters,
     safe_get_full_fp32_param,

@@ -10,12 +10,12 @@ import torch
 from support import pipeline_layers as models
 from support.pipeline_models import CLIP, COUNT, LR, MICRO_BATCH
 from torch import Tensor
+from zeroshard_testing import on_ranks
 
 from zeroshard import deepspeed
 from zeroshard.deepspeed.pipeline_engine import PipelineEngine
 from zeroshard.deepspeed.pipeline_module import PipelineModule
 from zeroshard.deepspeed.topology import PipeDataParallelTopology
-from zeroshard.testing import on_ranks
 
 STEPS = 4
 

@@ -23,13 +23,13 @@ from support.parity import (
 )
 from support.tensor_models import PLANS, loss_of, tiny_gpt, tokens
 from torch.distributed.device_mesh import init_device_mesh
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.comm.host import open_sockets
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import ConfigError
 from zeroshard.parallel.tensor_plan import tensor_parallel
-from zeroshard.testing import on_ranks
 from zeroshard.zero import GatheredParameters, safe_get_full_grad, safe_get_full_optimizer_state
 
 MESH = Mesh(data_replicate=2, data_shard=2)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from checkpoint_model import Small, differences, everything, open_engine, stores, train
 from support.covering import covering
-
-from zeroshard.testing import on_ranks, run_ranks
+from zeroshard_testing import on_ranks, run_ranks
 
 STAGES = (0, 1, 2, 3)
 

@@ -10,8 +10,8 @@ import torch
 from compare import CASES, COMBINATIONS, HALVES, STAGES, check_stages, oracle, stages_of, trained
 from support.covering import each_value, sampled
 from support.parity import assert_bit_equal
+from zeroshard_testing import on_ranks
 
-from zeroshard.testing import on_ranks
 from zeroshard.zero import safe_get_full_fp32_param
 
 TRAININGS = [c for c in COMBINATIONS if c != ("bf16", 3)]

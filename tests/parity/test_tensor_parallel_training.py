@@ -9,12 +9,12 @@ from support.covering import sampled
 from support.tensor_models import PLANS, loss_of, tiny_gpt, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.core.mesh import Mesh
 from zeroshard.parallel.initial_values import draw_values
 from zeroshard.parallel.tensor_plan import tensor_parallel
-from zeroshard.testing import on_ranks
 
 STEPS, CLIP, LR = 4, 0.05, 1e-2
 DATA, TENSOR = 2, 2

@@ -11,10 +11,10 @@ import torch
 from support import pipeline_models as models
 from support.covering import each_value
 from torch import Tensor, nn
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.parallel import pipeline
-from zeroshard.testing import on_ranks
 
 STEPS = 4
 PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}

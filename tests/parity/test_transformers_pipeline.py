@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.errors import UnsupportedError
 from zeroshard.parallel import pipeline, tensor_parallel
-from zeroshard.testing import on_ranks
 
 STEPS, COUNT, LR, CLIP, WORDS = 4, 4, 1e-2, 0.05, 32
 COMMON = {

@@ -17,10 +17,10 @@ import torch
 from support.edge_case_models import BATCH, CASES
 from support.optimizer_runs import compare, offload
 from support.parity import make_batches
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.errors import UnsupportedError
-from zeroshard.testing import on_ranks
 
 CASE = CASES["mlp"]
 STEPS = 4

@@ -21,8 +21,7 @@ from unittest import mock
 import pytest
 from programs import assert_losses, logged, on_warm_ranks, with_deepspeed
 from tiny_models import save_model, sentence, write_rows
-
-from zeroshard.testing.ranks import pool, run_ranks
+from zeroshard_testing.ranks import pool, run_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

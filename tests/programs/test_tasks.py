@@ -22,8 +22,7 @@ from programs import (
 )
 from support.covering import sampled
 from tiny_models import save_model, task_rows, write_rows
-
-from zeroshard.testing.ranks import run_ranks
+from zeroshard_testing.ranks import run_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -11,8 +11,7 @@ import api_parameters
 import pytest
 from api_not_yet import NOT_YET
 from api_rows import cases, judge
-
-from zeroshard.testing.ranks import run_ranks
+from zeroshard_testing.ranks import run_ranks
 
 
 def verdicts(rows: list[tuple[str, int]]) -> dict[tuple[str, int], str]:

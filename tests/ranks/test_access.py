@@ -14,9 +14,9 @@ from dots import Plain, assert_same, factor_of, open_engine, train
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import ShardedAccess, UsageError
-from zeroshard.testing import on_ranks
 from zeroshard.zero import (
     GatheredParameters,
     safe_get_full_fp32_param,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from zeroshard_testing import on_ranks
 
 from zeroshard import initialize
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.tensor_plan import decide
-from zeroshard.testing import on_ranks
 
 SIZES = {
     "vocab_size": 51, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

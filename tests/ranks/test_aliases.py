@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from zeroshard_testing import on_ranks
+from zeroshard_testing.ranks import run_ranks
 
 from zeroshard.errors import NonFiniteError, ShardedAccess
-from zeroshard.testing import on_ranks
-from zeroshard.testing.ranks import run_ranks
 from zeroshard.zero import GatheredParameters, safe_set_full_fp32_param
 from zeroshard.zero.unit import Unit
 

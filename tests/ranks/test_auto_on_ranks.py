@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from loops import CASE, assert_same, config_for, open_engine, own_data, train, weights
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.config import Hardware
 from zeroshard.engine import build, draft
 from zeroshard.errors import RankMismatch
 from zeroshard.precision import hardware as native
-from zeroshard.testing import on_ranks
 
 FAST = Hardware(bf16=True, fp16=True, because="this CPU has AMX-BF16")
 SLOW = Hardware(bf16=False, fp16=False, because="this CPU has no bf16 instructions")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import ZeroShardError
-from zeroshard.testing import on_ranks
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from call_cases import CASES

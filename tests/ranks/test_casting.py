@@ -6,11 +6,11 @@ import pytest
 import torch
 from loops import STAGES, assert_same, open_engine, own_data, train, weights
 from torch import Tensor, nn
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.engine.offload_states import check_keeps
 from zeroshard.errors import UsageError
-from zeroshard.testing import on_ranks
 
 BF16 = {"bf16": {"enabled": True}}
 CASTS = {

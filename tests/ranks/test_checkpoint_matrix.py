@@ -21,13 +21,13 @@ from support.mesh_runs import (
 )
 from torch import Tensor
 from typer.testing import CliRunner
+from zeroshard_testing import run_ranks
 
 from zeroshard import Engine
 from zeroshard.checkpoint.reader import CheckpointReader, full
 from zeroshard.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zeroshard.cli.main import main
 from zeroshard.core.mesh import Mesh
-from zeroshard.testing import run_ranks
 
 STEPS = 5
 DROPOUT = 0.1

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from checkpoint_model import Small, differences, everything, groups, open_engine, train
 from torch import nn
+from zeroshard_testing import on_ranks, run_ranks
 
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import restore
 from zeroshard.checkpoint.directory import tags
 from zeroshard.errors import CheckpointError, UnsupportedError, UsageError
-from zeroshard.testing import on_ranks, run_ranks
 
 
 def files(root: Path) -> set[str]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from checkpoint_model import differences, stores
 from tensor_parallel_model import TP, Model, everything, open_engine, train
+from zeroshard_testing import run_ranks
 
 from zeroshard import Engine
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.core.mesh import Mesh
-from zeroshard.testing import run_ranks
 
 
 def keep(engine: Engine, path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from zeroshard_testing.ranks import on_ranks
 
 from zeroshard.comm import Recorder, SoloComm, make_comm
 from zeroshard.comm.agreement import (
@@ -26,7 +27,6 @@ from zeroshard.comm.connect import default_store
 from zeroshard.comm.host import open_sockets
 from zeroshard.errors import CheckpointError, ConfigError, RankLate, RankMismatch, UsageError
 from zeroshard.session.session import open_session
-from zeroshard.testing.ranks import on_ranks
 from zeroshard.watchdog.settings import WatchdogSettings
 
 SHARD_NUMELS = (0, 1, 7, 70_001)  # the last is more than one block of the sum

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
-
-from zeroshard.testing import on_ranks
+from zeroshard_testing import on_ranks
 
 EAGER = partial(torch.compile, backend="aot_eager")
 """Traces forward and backward, and runs the operations of plain PyTorch."""

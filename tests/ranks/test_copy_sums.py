@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard import Engine
 from zeroshard.core.mesh import Mesh
 from zeroshard.parallel.tensor_plan import tensor_parallel
-from zeroshard.testing import on_ranks
 from zeroshard.zero import safe_get_full_grad, safe_set_full_grad
 from zeroshard.zero.addends import AddendSlots
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from loops import CASE, adamw, config_for
 from torch.utils.data import TensorDataset
+from zeroshard_testing.ranks import run_ranks
 
 import zeroshard
-from zeroshard.testing.ranks import run_ranks
 
 
 def read(state, count):

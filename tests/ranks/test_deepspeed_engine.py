@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard import deepspeed
 from zeroshard.deepspeed import api_table, logs
 from zeroshard.engine import initialize
 from zeroshard.errors import ConfigError, ShardedAccess, UnsupportedError, UsageError
-from zeroshard.testing import on_ranks
 
 
 def config(stage: int = 3, **keys: object) -> dict:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from zeroshard_testing.ranks import on_ranks
 
 from zeroshard.comm import make_comm
 from zeroshard.comm.collectives import ProcessGroupComm
@@ -21,7 +22,6 @@ from zeroshard.engine.build import gathers_while_reducing
 from zeroshard.errors import ConfigError, LaunchError, RankMismatch, UsageError
 from zeroshard.session import opener as module
 from zeroshard.session import session
-from zeroshard.testing.ranks import on_ranks
 from zeroshard.watchdog.rank_status import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
 

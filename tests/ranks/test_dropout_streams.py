@@ -9,10 +9,10 @@ from support.tensor_models import BLOCKS, loss_of, tiny_gpt, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.parallel.tensor_plan import tensor_parallel
-from zeroshard.testing import on_ranks
 
 
 class Drop(nn.Dropout):

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from dots import Plain, assert_same, build, open_engine, train
 from kit import DTYPES
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import ShardedAccess, UsageError
-from zeroshard.testing import on_ranks
 from zeroshard.zero import (
     GatheredParameters,
     safe_get_full_fp32_param,

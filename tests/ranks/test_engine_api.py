@@ -26,11 +26,11 @@ from loops import (
 )
 from torch import nn
 from torch.utils.data import TensorDataset
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.deepspeed.getters import GETTERS
 from zeroshard.errors import UsageError
-from zeroshard.testing import on_ranks
 
 NAMED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}}}
 

@@ -13,13 +13,13 @@ from loops import STAGES, adamw, open_engine, own_data, train, weights
 from safetensors.torch import load_file
 from support.edge_case_models import CASES, Mlp
 from torch import Tensor, nn
+from zeroshard_testing import on_ranks
 
 from zeroshard.checkpoint.export import export_checkpoint
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zeroshard.engine import export
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.testing import on_ranks
 
 BF16 = {"bf16": {"enabled": True}}
 

@@ -15,12 +15,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.comm import connect
 from zeroshard.config import params
 from zeroshard.core import tiers
-from zeroshard.testing import on_ranks
 from zeroshard.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"

@@ -7,9 +7,9 @@ import warnings
 import pytest
 import torch
 from loops import open_engine
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import DistributedError
-from zeroshard.testing import on_ranks
 
 
 class Broken:

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from support import pipeline_models
 from support.tensor_models import PLANS, tiny_gpt
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine, initialize, zero
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import ConfigError, UnsupportedError
 from zeroshard.parallel import pipeline
 from zeroshard.parallel.initial_values import draw_values
-from zeroshard.testing import on_ranks
 
 MESHES = {
     "data 4": Mesh(data_shard=4),

@@ -11,10 +11,10 @@ import torch
 from checkpoint_model import Small, open_engine, stores, train
 from safetensors import safe_open
 from torch import nn
+from zeroshard_testing import run_ranks
 
 from zeroshard import Engine
 from zeroshard.checkpoint.manifest import MANIFEST
-from zeroshard.testing import run_ranks
 from zeroshard.zero import safe_get_full_fp32_param
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()

@@ -10,11 +10,11 @@ import kit
 import pytest
 import torch.distributed as dist
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard.engine import free_memory
 from zeroshard.engine.free_memory import Need, verdict
 from zeroshard.errors import HostMemoryError
-from zeroshard.testing import on_ranks
 
 GIB = 2**30
 

@@ -13,13 +13,13 @@ from support.tensor_models import loss_of, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from zeroshard_testing import on_ranks, run_ranks
 
 import zeroshard
 from zeroshard import Engine
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.errors import UsageError
 from zeroshard.parallel.tensor_plan import apply_plan
-from zeroshard.testing import on_ranks, run_ranks
 from zeroshard.zero import (
     GatheredParameters,
     safe_get_full_fp32_param,

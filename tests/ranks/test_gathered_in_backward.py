@@ -9,8 +9,8 @@ import torch
 from kit import engine
 from torch import Tensor, nn
 from torch.nn.utils import weight_norm
+from zeroshard_testing import on_ranks
 
-from zeroshard.testing import on_ranks
 from zeroshard.zero.gradients import GradBuffer
 
 VOCABULARY, WIDTH = 32, 16

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import utils
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.errors import RankDivergence, UsageError
-from zeroshard.testing import on_ranks
 from zeroshard.zero import GatheredParameters, safe_get_full_grad
 
 STAGES = (0, 1, 2, 3)

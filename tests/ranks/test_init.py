@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import register_parametrization
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.errors import RankMismatch, ShardedAccess, UsageError
 from zeroshard.parallel.initial_values import draw_values
-from zeroshard.testing import on_ranks
 from zeroshard.zero import GatheredParameters, Init, materialize
 from zeroshard.zero.sharded_parameter import ShardedParameter
 
@@ -137,7 +137,7 @@ def test_a_model_built_under_init_trains_bit_for_bit_like_the_ordinary_one(preci
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_it_does_so_on_one_and_on_three_ranks(world):
-    from zeroshard.testing import run_ranks
+    from zeroshard_testing import run_ranks
 
     run_ranks(_same_on_these_ranks, world)
 

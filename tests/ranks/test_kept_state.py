@@ -14,9 +14,9 @@ import torch
 from loops import CASE, assert_same, data, open_engine, train, weights
 from support.covering import FULL
 from support.optimizer_runs import compare, offload
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import UnsupportedError
-from zeroshard.testing import on_ranks
 from zeroshard.zero import safe_get_full_optimizer_state
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard import deepspeed
 from zeroshard.errors import ShardedAccess
-from zeroshard.testing import on_ranks
 from zeroshard.zero.sharded_parameter import ShardedParameter
 
 

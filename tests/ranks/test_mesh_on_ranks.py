@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from zeroshard_testing import on_ranks
 
 from zeroshard import deepspeed, initialize
 from zeroshard.comm.mesh_objects import mesh_sources
@@ -17,7 +18,6 @@ from zeroshard.core.mesh_sources import NOT_YET, resolve_mesh
 from zeroshard.deepspeed import groups
 from zeroshard.deepspeed.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from zeroshard.errors import ConfigError, UsageError
-from zeroshard.testing import on_ranks
 
 TWO_BY_TWO = Mesh(data_shard=2, tensor=2)
 CONFIG = {

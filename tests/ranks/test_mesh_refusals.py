@@ -15,12 +15,12 @@ from support.tensor_networks import network
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine, initialize
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import ZeroShardError
 from zeroshard.parallel import pipeline, tensor_parallel
-from zeroshard.testing import on_ranks
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,

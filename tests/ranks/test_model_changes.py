@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import UsageError
-from zeroshard.testing import on_ranks
 
 STAGES = [0, 1, 2, 3]
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.01}

@@ -15,13 +15,13 @@ from support import pipeline_models as models
 from support import tensor_models
 from support.covering import covering
 from torch import Tensor, nn
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine, initialize
 from zeroshard.core.mesh import Mesh
 from zeroshard.engine import optimizer_step
 from zeroshard.errors import LossScaleError, NonFiniteError
 from zeroshard.parallel import pipeline
-from zeroshard.testing import on_ranks
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import CheckpointError
 from zeroshard.integrations import resuming
 from zeroshard.integrations.resuming import newest_checkpoint
-from zeroshard.testing import on_ranks
 
 
 def save(folder: Path, name: str, *, engine_in: str = "") -> Path:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from loops import CASE, STAGES, assert_same, data, loss_of, open_engine, own_data, train, weights
 from torch import Tensor
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.core.ledger import RESTING
@@ -17,7 +18,6 @@ from zeroshard.engine.offload_states import KINDS, asked_of_to, is_return
 from zeroshard.errors import UsageError
 from zeroshard.offload.swapped_storage import HostBuffer
 from zeroshard.optim import native_adam
-from zeroshard.testing import on_ranks
 from zeroshard.zero import (
     GatheredParameters,
     safe_get_full_fp32_param,

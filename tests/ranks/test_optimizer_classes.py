@@ -25,9 +25,9 @@ from support.parity import (
     reference_run,
 )
 from torch import nn, optim
+from zeroshard_testing import on_ranks
 
 from zeroshard.optim.optimizers import Lamb, Lion
-from zeroshard.testing import on_ranks
 
 CLASSES = {
     "Adam": partial(optim.Adam, lr=1e-2, weight_decay=0.1),

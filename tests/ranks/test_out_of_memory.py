@@ -12,10 +12,10 @@ import torch.distributed as dist
 from support.covering import sampled
 from support.remedies import Chain, Limited, applied
 from torch import Tensor, nn
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.memory.storage import resize
-from zeroshard.testing import on_ranks
 from zeroshard.zero import unit
 
 DEPTH = 12

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from dots import Dots, open_engine
 from torch import Tensor, nn
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.deepspeed.helpers import safe_update_full_grad_vectorized
 from zeroshard.deepspeed.parameters import mark_parameters
-from zeroshard.testing import on_ranks
 from zeroshard.zero import GatheredParameters, Init, safe_get_full_fp32_param, safe_get_full_grad
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}

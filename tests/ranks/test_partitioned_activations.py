@@ -11,12 +11,12 @@ import torch.distributed as dist
 from support.tensor_models import PLANS, loss_of, tiny_gpt, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from zeroshard_testing import on_ranks
 
 from zeroshard.deepspeed import activations
 from zeroshard.deepspeed.entry import initialize
 from zeroshard.errors import UsageError
 from zeroshard.parallel.tensor_plan import tensor_parallel
-from zeroshard.testing import on_ranks
 
 
 class Checkpointed(nn.Module):

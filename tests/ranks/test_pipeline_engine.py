@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support import pipeline_models as models
 from support.covering import sampled
 from torch import Tensor, nn
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine, zero
 from zeroshard.engine import pipeline_traffic
@@ -26,7 +27,6 @@ from zeroshard.errors import (
 )
 from zeroshard.parallel import pipeline
 from zeroshard.parallel.schedules import SCHEDULES
-from zeroshard.testing import on_ranks
 
 PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 SPLITS = {1: ["layers.3"], 2: ["layers.1", "layers.3", "layers.5"]}

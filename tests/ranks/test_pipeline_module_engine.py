@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from zeroshard_testing import on_ranks
 
 from zeroshard import deepspeed
 from zeroshard.deepspeed.layer_specs import LayerSpec, TiedLayerSpec
 from zeroshard.deepspeed.pipeline_engine import PipelineEngine
 from zeroshard.deepspeed.pipeline_module import PipelineModule
 from zeroshard.errors import ConfigError, UsageError
-from zeroshard.testing import on_ranks
 
 WIDTH, MICRO_BATCH, COUNT = 6, 2, 3
 

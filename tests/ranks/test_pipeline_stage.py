@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from zeroshard_testing import on_ranks
 
 from zeroshard.comm.connect import open_link
 from zeroshard.comm.recorder import Recorder
@@ -17,7 +18,6 @@ from zeroshard.errors import UsageError
 from zeroshard.parallel import pipeline
 from zeroshard.parallel.pipeline_stage import ZeroStage, open_schedule, run_schedule
 from zeroshard.parallel.schedules import SCHEDULES
-from zeroshard.testing import on_ranks
 
 COUNT, WIDTH = 4, 4
 

@@ -17,6 +17,7 @@ import torch
 from support.remedies import Limited
 from torch import nn
 from typer.testing import CliRunner
+from zeroshard_testing.ranks import run_ranks
 
 from zeroshard import Engine
 from zeroshard.cli.main import main
@@ -24,7 +25,6 @@ from zeroshard.comm.env import RankInfo
 from zeroshard.config import load_config
 from zeroshard.core.mesh import Mesh
 from zeroshard.engine.plan_line import PlannedRun, config_of, search_lines
-from zeroshard.testing.ranks import run_ranks
 
 ROWS, LENGTH, PART = 8, 64, 0.75
 

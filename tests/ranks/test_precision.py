@@ -32,11 +32,11 @@ from support.parity import (
     sgd,
 )
 from torch import nn
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.engine import optimizer_step
 from zeroshard.errors import LossScaleError, UsageError
-from zeroshard.testing import on_ranks
 
 FP16, BF16 = {"enabled": True}, {"enabled": True}
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from loops import open_engine
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import UsageError
-from zeroshard.testing import on_ranks
 from zeroshard.zero.hooks import StepHooks
 
 

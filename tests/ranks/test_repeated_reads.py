@@ -17,9 +17,9 @@ from test_aliases import (
     plain_losses,
     step_of,
 )
+from zeroshard_testing.ranks import run_ranks
 
 from zeroshard.errors import NonFiniteError, ShardedAccess
-from zeroshard.testing.ranks import run_ranks
 from zeroshard.zero import GatheredParameters
 
 ALL = {**PROGRAMS, "keeps": (Keeps, mean_square)}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.testing import on_ranks
 
 
 def opened(folder: Path | str | None, *, width: int = 4, **config: Any) -> Any:

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 from loops import CASE, STAGES, config_for, data, loss_of, open_engine, own_data, train
+from zeroshard_testing import on_ranks
 
 import zeroshard
-from zeroshard.testing import on_ranks
 
 
 @contextmanager

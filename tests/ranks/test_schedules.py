@@ -8,9 +8,9 @@ import pytest
 import torch
 from loops import STAGES, adamw, assert_close, data, loss_of, open_engine, own_data, plain, train
 from torch.optim import lr_scheduler
+from zeroshard_testing import on_ranks
 
 from zeroshard.deepspeed.getters import GETTERS
-from zeroshard.testing import on_ranks
 
 SGD = {"type": "SGD", "params": {"lr": 0.5}}
 

@@ -9,9 +9,9 @@ import torch
 from kit import engine
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
-from zeroshard.testing import on_ranks
 from zeroshard.zero.reduce import BackwardKind
 
 WIDTH, DEPTH = 64, 8

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 import torch.utils.dlpack
 from kit import DTYPES
 from torch import nn
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.errors import NonFiniteError, ShardedAccess
-from zeroshard.testing import on_ranks
 from zeroshard.zero import GatheredParameters
 from zeroshard.zero.sharded_parameter import ShardedParameter, StateEntry, list_on_request
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from loops import CASE, open_engine
+from zeroshard_testing import on_ranks
 
 from zeroshard.checkpoint.json_state import decode, encode
-from zeroshard.testing import on_ranks
 from zeroshard.zero.sharded_parameter import ShardedParameter
 
 

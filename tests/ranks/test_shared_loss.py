@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from support.edge_case_models import CASES
 from support.parity import Trajectory, assert_bit_equal
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import UsageError
-from zeroshard.testing import on_ranks
 from zeroshard.zero.gradients import _product
 
 CASE = CASES["mlp"]

@@ -11,13 +11,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from zeroshard_testing.ranks import on_ranks, run_ranks
 
 from zeroshard.comm import P2PComm, make_comm
 from zeroshard.comm import shm as shm_module
 from zeroshard.comm.shared_memory import RING, Block
 from zeroshard.comm.shm import ShmComm
 from zeroshard.errors import ConfigError, RankLost
-from zeroshard.testing.ranks import on_ranks, run_ranks
 
 CPU = torch.device("cpu")
 INFO = {"dtype": torch.float32, "device": CPU}

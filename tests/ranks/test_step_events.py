@@ -11,13 +11,13 @@ import pytest
 import torch
 from loops import STAGES, data, loss_of, open_engine, own_data, train
 from torch import nn
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine import build_observer
 from zeroshard.metrics.step_stream import tokens_in
 from zeroshard.report.record import read_record
-from zeroshard.testing import on_ranks
 
 NAMES = {
     "train_loss", "lr", "loss_scale", "grad_norm", "grad_norm_clipped", "skipped", "exposed_comm_ms",

@@ -23,9 +23,9 @@ from support.optimizer_runs import offload
 from support.parity import cast_batch, cast_parameters, engine_run, make_batches, reference_run
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import UnsupportedError, UsageError
-from zeroshard.testing import on_ranks
 from zeroshard.zero import safe_get_full_fp32_param
 
 

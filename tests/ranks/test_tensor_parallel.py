@@ -16,11 +16,11 @@ from support.tensor_networks import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import ConfigError, RankDivergence, UnsupportedError, UsageError
-from zeroshard.testing import on_ranks
 from zeroshard.zero import (
     GatheredParameters,
     safe_get_full_fp32_param,

@@ -13,12 +13,12 @@ from support.fused_models import whole_gradient
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from zeroshard_testing import on_ranks, run_ranks
 
 from zeroshard import deepspeed, initialize
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.tensor_plan import apply_plan, is_cut
-from zeroshard.testing import on_ranks, run_ranks
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

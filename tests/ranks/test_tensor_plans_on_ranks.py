@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import RankMismatch, UsageError
 from zeroshard.parallel.cross_entropy import vocab_parallel_cross_entropy
 from zeroshard.parallel.tensor_plan import apply_plan, tensor_parallel
-from zeroshard.testing import on_ranks
 
 EXACT = 1e-12
 
@@ -268,7 +268,7 @@ def meta_gpt() -> nn.Module:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_model_on_the_meta_device_starts_as_in_one_process(ranks):
-    from zeroshard.testing.ranks import run_ranks
+    from zeroshard_testing.ranks import run_ranks
 
     run_ranks(_starts_as_one_process, ranks)
 

@@ -20,8 +20,7 @@ from support.parity import (
     make_batches,
     reference_run,
 )
-
-from zeroshard.testing import RankEnd, RanksFailed, on_ranks, run_ranks
+from zeroshard_testing import RankEnd, RanksFailed, on_ranks, run_ranks
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def test_the_failing_rank_speaks_first_and_blocked_peers_are_named():
     text = str(failed.value)
     assert text.startswith("rank 1 of 3 failed:\nTraceback")
     assert "in _fail_on_rank_1" in text
-    assert "testing/worker.py" not in text
+    assert "zeroshard_testing/worker.py" not in text
     assert "assert 2 == 7" in text, "asserts in ranks show values"
     assert "still blocked: ranks [0, 2]" in text
 

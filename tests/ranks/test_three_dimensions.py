@@ -9,12 +9,12 @@ from support.covering import sampled
 from support.tensor_networks import CLIP, LENGTH, WORDS, network
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UsageError
 from zeroshard.parallel.tensor_plan import neighbours
-from zeroshard.testing import on_ranks
 
 STEPS, MICRO_BATCHES = 4, 4
 MESH = Mesh(pipeline=2, data_shard=2, tensor=2)

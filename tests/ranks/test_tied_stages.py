@@ -10,6 +10,7 @@ import torch
 from support import pipeline_models as models
 from support import tensor_models
 from torch import Tensor, nn
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.checkpoint.reader import CheckpointReader
@@ -17,7 +18,6 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UsageError
 from zeroshard.parallel import pipeline, tensor_parallel
 from zeroshard.parallel.tensor_plan import neighbours
-from zeroshard.testing import on_ranks
 
 SPLIT = ["layers.3"]
 QUARTERS = ["layers.1", "layers.3", "layers.5"]

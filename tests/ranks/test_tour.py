@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.optim import native_adam
-from zeroshard.testing import on_ranks
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "zeroshard"

@@ -9,10 +9,10 @@ from support.fused_models import whole_gradient
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from zeroshard_testing import on_ranks
 
 from zeroshard import initialize
 from zeroshard.parallel.tensor_plan import apply_plan
-from zeroshard.testing import on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -20,9 +20,9 @@ from torch.func import (
     vmap,
 )
 from torch.utils._pytree import tree_leaves
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import ShardedAccess
-from zeroshard.testing import on_ranks
 
 
 class Net(nn.Module):

@@ -11,12 +11,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from zeroshard_testing.ranks import on_ranks
 
 from zeroshard.comm import Comm, SoloComm, make_comm
 from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import DistributedError, UsageError
-from zeroshard.testing.ranks import on_ranks
 
 CPU = torch.device("cpu")
 EVERY = pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])

@@ -9,9 +9,9 @@ import torch
 from loops import CASE, STAGES, adamw, assert_close, loss_of, open_engine, trained, weights
 from support.parity import make_batches
 from torch.utils.data import DataLoader
+from zeroshard_testing import on_ranks, run_ranks
 
 from zeroshard.errors import DistributedError, UnevenBatches
-from zeroshard.testing import on_ranks, run_ranks
 
 TEXT = (
     "rank 2 has no batch 5 while ranks 0, 1, 3 do. Every rank must see the same number of batches: "

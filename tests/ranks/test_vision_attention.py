@@ -8,11 +8,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from zeroshard_testing import on_ranks
 
 from zeroshard.comm.dtensors import fused_sizes
 from zeroshard.comm.fused_dtensors import mark_fused
 from zeroshard.parallel.tensor_plan import apply_plan, neighbours
-from zeroshard.testing import on_ranks
 
 
 class Attention(nn.Module):

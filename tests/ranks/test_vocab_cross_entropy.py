@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from zeroshard_testing import on_ranks
 
 from zeroshard.errors import UsageError
 from zeroshard.parallel.cross_entropy import vocab_parallel_cross_entropy
 from zeroshard.parallel.tensor_styles import part
-from zeroshard.testing import on_ranks
 
 EXACT = 1e-12
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
-from zeroshard.testing import on_ranks
 from zeroshard.zero import gradients
 from zeroshard.zero.held_grads import HeldGrad
 

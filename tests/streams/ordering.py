@@ -27,7 +27,7 @@ WAITING = (
     "zero", "comm/collectives.py", "comm/two_hop.py", "offload", "engine/optimizer_step.py",
     "engine/build.py", "engine/build_runtime.py",
 )  # fmt: skip
-OUTSIDE = ("testing", "launch", "watchdog", "deepspeed", "cli", "integrations")
+OUTSIDE = ("launch", "watchdog", "deepspeed", "cli", "integrations")
 """Packages without work for a device, or for programs that bring their own streams."""
 
 

@@ -1,6 +1,6 @@
 """Small trainings on pretended CUDA devices, and the same trainings on the CPU.
 
-:func:`zeroshard.testing.streams.pretend_cuda` replaces functions of the whole process. So a scenario
+:func:`zeroshard_testing.streams.pretend_cuda` replaces functions of the whole process. So a scenario
 runs in a forked child of a rank of the test kit, which has imported everything and trained nothing.
 """
 
@@ -27,11 +27,11 @@ from unittest import mock
 import torch
 from kit import DTYPES, config, engine
 from torch import nn
+from zeroshard_testing.streams import Finding, Watch, pretend_cuda
 
 from zeroshard.core import tiers
 from zeroshard.offload.swap_file import SwapFile
 from zeroshard.optim import native_adam
-from zeroshard.testing.streams import Finding, Watch, pretend_cuda
 from zeroshard.zero import (
     GatheredParameters,
     Init,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from kit import DTYPES
 from scenarios import WIDTH
-
-from zeroshard.testing.streams import Watch
+from zeroshard_testing.streams import Watch
 
 OFFLOADS = {
     "none": {},

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 from scenarios import Run, Scenario, cuda, in_child, prepare
+from zeroshard_testing import on_ranks
 
 from zeroshard.core.ledger import RESTING, TEMPORARY
 from zeroshard.core.tiers import Tier
 from zeroshard.memory import storage
-from zeroshard.testing import on_ranks
 
 STEPS = 4
 SMALL_NBYTES = 256

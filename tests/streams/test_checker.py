@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from zeroshard_testing import on_ranks
+from zeroshard_testing.streams import pretend_cuda
 
 from zeroshard.device.pinned import HostArena
 from zeroshard.memory.host_access import host_access, kernel_access
-from zeroshard.testing import on_ranks
-from zeroshard.testing.streams import pretend_cuda
 
 # Each program gets ``right``: whether to do what the kind of mistake leaves out.
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from kit import adamw, config
 from scenarios import WIDTH, cuda, model, zero_section
+from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
-from zeroshard.testing import on_ranks
 
 
 @pytest.mark.parametrize("named", [None, "cuda", torch.device("cuda"), "cuda:1"])

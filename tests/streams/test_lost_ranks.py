@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from scenarios import engine, fused_adamw, model
 from stepwise import OFFLOADS, batch, loss_of, report
+from zeroshard_testing import on_ranks
+from zeroshard_testing.ranks import run_ranks
+from zeroshard_testing.streams import pretend_cuda
+from zeroshard_testing.streams.nccl import GARBAGE, PeerGoneError
 
 from zeroshard.errors import DistributedError, RankLost
 from zeroshard.optim import native_adam
 from zeroshard.session import session
-from zeroshard.testing import on_ranks
-from zeroshard.testing.ranks import run_ranks
-from zeroshard.testing.streams import pretend_cuda
-from zeroshard.testing.streams.nccl import GARBAGE, PeerGoneError
 from zeroshard.watchdog.watchdog import Watchdog
 
 QUICK = {"first_report_s": 0.5, "frozen_s": 30.0, "grace_s": 60.0}

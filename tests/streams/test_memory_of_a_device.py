@@ -11,12 +11,12 @@ import torch
 from support.covering import sampled
 from support.remedies import Chain, applied
 from torch import nn
+from zeroshard_testing import on_ranks
+from zeroshard_testing.streams import pretend_cuda
 
 from zeroshard import Engine
 from zeroshard.engine.out_of_memory import LESS_ON_HOST
 from zeroshard.errors import HostMemoryError
-from zeroshard.testing import on_ranks
-from zeroshard.testing.streams import pretend_cuda
 
 WIDTH, DEPTH = 64, 8
 

@@ -10,12 +10,12 @@ import torch
 from kit import DTYPES, engine
 from scenarios import WIDTH, cuda, model, zero_section
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard.device import pinned
 from zeroshard.errors import UsageError
 from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.optim import native_adam
-from zeroshard.testing import on_ranks
 from zeroshard.zero import GatheredParameters, safe_get_full_fp32_param, safe_set_full_fp32_param
 
 OFFLOADS = {name: zero_section(name, "") for name in ("optimizer", "parameters", "delayed")}

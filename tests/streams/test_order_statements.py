@@ -12,8 +12,8 @@ import pytest
 from ordering import Statement, removed, statements
 from scenarios import SPECIAL, Scenario, run_scenario
 from support.covering import sampled
+from zeroshard_testing import on_ranks
 
-from zeroshard.testing import on_ranks
 from zeroshard.zero.unit import Unit
 
 SHOWN: list[tuple[str, str, str, Scenario]] = [

@@ -10,13 +10,13 @@ import pytest
 import torch
 from support.remedies import Chain
 from torch import Tensor
+from zeroshard_testing import on_ranks
+from zeroshard_testing.streams import pretend_cuda
 
 from zeroshard import Engine
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.tiers import TIERS
 from zeroshard.planner.simulate import Simulation, simulate
-from zeroshard.testing import on_ranks
-from zeroshard.testing.streams import pretend_cuda
 
 WIDTH, DEPTH, TOKENS, RANKS, STEPS = 64, 8, 256, 2, 3
 

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 from scenarios import ALL, DIMENSIONS, OFFLOADS, PROGRAMS, Scenario, run_scenario
 from support.covering import covering
+from zeroshard_testing import on_ranks
 
 from zeroshard.device.accelerator import AcceleratorOps
 from zeroshard.device.cuda import CudaOps
-from zeroshard.testing import on_ranks
 
 SCENARIOS = [Scenario(*row) for row in covering(ALL)]
 

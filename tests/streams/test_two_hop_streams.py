@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from ordering import removed, statements
 from scenarios import cuda, in_child, prepare
+from zeroshard_testing import on_ranks
 
 from zeroshard.comm import two_hop
 from zeroshard.comm.collectives import ProcessGroupComm
 from zeroshard.comm.two_hop import TwoHopComm
-from zeroshard.testing import on_ranks
 
 
 def open_hops() -> TwoHopComm:

@@ -8,8 +8,7 @@ from kit import engine
 from scenarios import cuda, model
 from stepwise import batch, loss_of, report
 from torch import nn
-
-from zeroshard.testing import on_ranks
+from zeroshard_testing import on_ranks
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux on x86-64 only")
 
@@ -43,7 +42,7 @@ def train(stage, precision, device, watch=None):
 )
 @on_ranks(1, group=False)
 def test_it_comes_after_all_that_it_depends_on(stage, ranks, precision):
-    from zeroshard.testing.triton_interpreter import interpreted
+    from zeroshard_testing.triton_interpreter import interpreted
 
     expected = train(stage, precision, "cpu") if ranks == 1 else None
     with interpreted() as launches, cuda(ranks) as watch:
@@ -57,7 +56,7 @@ def test_it_comes_after_all_that_it_depends_on(stage, ranks, precision):
 @on_ranks(1, group=False)
 def test_a_whole_step_moves_at_most_34_bytes_per_element_and_allocates_nothing(stage):
     """With the norm of the gradient, which reads 2."""
-    from zeroshard.testing.triton_interpreter import interpreted
+    from zeroshard_testing.triton_interpreter import interpreted
 
     layers = nn.Sequential(*(nn.Linear(128, 128) for _ in range(2)))
     numel = sum(param.numel() for param in layers.parameters()) // 4

@@ -27,12 +27,12 @@ from scenarios import (
 from stepwise import batch, loss_of, report
 from support.covering import each_value
 from torch import nn
+from zeroshard_testing import on_ranks
+from zeroshard_testing.streams import pretend_cuda
 
 from zeroshard.core import tiers
 from zeroshard.errors import UsageError
 from zeroshard.optim import native_adam
-from zeroshard.testing import on_ranks
-from zeroshard.testing.streams import pretend_cuda
 
 RANKS = 2
 OFFLOADS = ("none", "optimizer", "delayed", "disk", "parameters", "all disk")

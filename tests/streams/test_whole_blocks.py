@@ -10,9 +10,9 @@ import torch
 from scenarios import Block, Run, Scenario, cuda, in_child, prepare
 from stepwise import report
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard.comm.collectives import JointHandle
-from zeroshard.testing import on_ranks
 from zeroshard.zero import GatheredParameters
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.unit import UnitState

@@ -58,20 +58,18 @@ OWNERS = {  # module, or prefix of modules: the layers that may import it
         "parallel",
         "deepspeed",
         "doctor",
-        "testing",
     },
-    "torch": set(HEIGHT) - {"core", "config", "errors", "version"} | {"testing"},
+    "torch": set(HEIGHT) - {"core", "config", "errors", "version"},
     "pydantic": {"config", "checkpoint"},
     "typer": {"cli", "launch"},
-    "pytest": {"testing"},
-    "_pytest": {"testing"},
-    "zeroshard.testing": {"testing"},
+    "pytest": set(),
+    "_pytest": set(),
+    "zeroshard_testing": set(),
 }
 
 DEVICE_HOMES = (
     "device/",
     "deepspeed/device.py",  # the API of DeepSpeed's accelerator is that of torch.cuda
-    "testing/streams",  # replaces what torch does with a device
 )
 """Files, or folders, that may use torch's device interfaces."""
 DEVICE_INTERFACES = (
@@ -124,7 +122,7 @@ def misplaced_imports(tree: ast.Module, layer: str) -> list[str]:
         owned = [o for o in OWNERS if name == o or name.startswith(o + ".")]
         found += [f"{name}: only {sorted(OWNERS[o])} may" for o in owned if layer not in OWNERS[o]]
         other = name.split(".")[1] if name.startswith("zeroshard.") else layer
-        if layer not in ("testing", other) and HEIGHT.get(other, -1) >= HEIGHT[layer]:
+        if layer != other and HEIGHT.get(other, -1) >= HEIGHT[layer]:
             found.append(f"{name}: {layer} may only import from below")
     return found
 
@@ -225,10 +223,10 @@ def cycle_in(graph: dict[str, set[str]]) -> list[str]:
 
 
 def documented_layers(text: str) -> list[set[str]]:
-    """The layers that CONTRIBUTING lists, from the bottom; ``testing`` is outside of them."""
+    """The layers that CONTRIBUTING lists, from the bottom."""
     block = text.partition("imports point down only:\n\n")[2].partition("\n\n")[0]
     rows = [re.split(r"\s{2,}", line.strip())[0] for line in block.splitlines()]
-    return [set(row.split(", ")) for row in reversed(rows) if row != "testing"]
+    return [set(row.split(", ")) for row in reversed(rows)]
 
 
 def offenders(check: Callable[[Path, ast.Module], object]) -> dict[str, object]:
@@ -258,7 +256,6 @@ def test_the_environment_is_read_at_the_border_only():
         "memory",
         "optim",
         "precision",
-        "testing",
     }  # memory: settings of malloc; optim: CXX
     found = offenders(lambda path, tree: layer_of(path) not in borders and environment_uses(tree))
     assert found == {}
@@ -267,7 +264,7 @@ def test_the_environment_is_read_at_the_border_only():
 def test_a_stall_shows_no_line_of_a_package_that_runs_in_ranks():
     """Ranks run nothing of the others while they wait, or run their program in them."""
     shown = {path.parent.name for path in SRC.glob("*/__init__.py") if not _is_own(path)}
-    assert shown == {"cli", "config", "core", "doctor", "launch", "planner", "report", "testing"}
+    assert shown == {"cli", "config", "core", "doctor", "launch", "planner", "report"}
 
 
 def _is_own(path: Path) -> bool:
@@ -350,7 +347,7 @@ def test_unplain_words_are_found(text, found):
 
 
 def test_every_package_has_a_layer():
-    assert {layer_of(path) for path in trees()} <= set(HEIGHT) | {"testing"}
+    assert {layer_of(path) for path in trees()} <= set(HEIGHT)
 
 
 def test_contributing_lists_the_layers():
@@ -376,7 +373,7 @@ def test_modules_do_not_import_each_other_in_a_cycle():
         ("comm", "from zeroshard.zero.unit import Unit"),
         ("comm", "from zeroshard import engine"),
         ("comm", "from zeroshard.precision.policy import Policy"),
-        ("engine", "def f():\n    import zeroshard.testing"),
+        ("engine", "def f():\n    import zeroshard_testing"),
         ("config", "if TYPE_CHECKING:\n    from zeroshard.comm.env import x"),
     ],
 )
@@ -390,7 +387,6 @@ def test_a_misplaced_import_is_found(layer, source):
         ("comm", "import torch.distributed as dist"),
         ("zero", "import torch\nfrom zeroshard.comm.env import x\nfrom zeroshard.errors import E"),
         ("cli", "from zeroshard.launch.agent import run"),
-        ("testing", "import zeroshard"),
     ],
 )
 def test_a_rightful_import_passes(layer, source):
@@ -419,9 +415,7 @@ def test_two_ways_to_one_module_are_no_cycle():
 
 
 def test_layers_are_read_from_the_bottom():
-    text = (
-        "imports point down only:\n\n    b, c   two  words\n    a      one\n    testing  x\n\nRest"
-    )
+    text = "imports point down only:\n\n    b, c   two  words\n    a      one\n\nRest"
     assert documented_layers(text) == [{"a"}, {"b", "c"}]
 
 
@@ -439,7 +433,6 @@ bare = sorted(sys.modules)
 variables = dict(os.environ)
 for name in zeroshard.__all__:
     getattr(zeroshard, name)
-import zeroshard.testing
 import torch
 print(json.dumps({
     "bare": bare,
@@ -490,7 +483,7 @@ def test_importing_changes_nothing(imported):
 
 
 SAME_IDEA = {
-    "Event",  # of a device; the pretended one in testing
+    "Event",  # of a device; the pretended one of the test kit
     "export.py",  # weights for other libraries: of an engine, and of a checkpoint
     "GatheredParameters",  # DeepSpeed's name for ours, with its arguments
     "Init",
@@ -498,7 +491,7 @@ SAME_IDEA = {
 }
 """Names of classes in several files that stand for one idea. Private classes belong to their file."""
 
-SHOWN_ELSEWHERE = {"cli", "compat", "deepspeed", "integrations", "testing"}
+SHOWN_ELSEWHERE = {"cli", "compat", "deepspeed", "integrations"}
 """Their modules may be named for the module that they show, forward to or imitate."""
 
 

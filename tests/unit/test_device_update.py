@@ -9,15 +9,15 @@ import pytest
 import torch
 from kit import engine
 from torch import nn
+from zeroshard_testing import on_ranks
 
 from zeroshard.optim import triton_check
 from zeroshard.optim.optimizers import Lion
-from zeroshard.testing import on_ranks
 from zeroshard.zero import updaters
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux on x86-64 only")
 
-from zeroshard.testing.triton_interpreter import interpreted
+from zeroshard_testing.triton_interpreter import interpreted
 
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),

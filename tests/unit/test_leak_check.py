@@ -8,8 +8,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-
-from zeroshard.testing import leak_check
+from zeroshard_testing import leak_check
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_each_mistake_is_put_in_one_place_and_is_no_error_of_syntax():
     for mutation in MUTATIONS:
-        text = (ROOT / "src/zeroshard" / mutation.path).read_text()
+        text = (ROOT / mutation.file).read_text()
         changed = mutated(text, mutation)
         assert changed != text, mutation.name
         if mutation.path.endswith(".py"):

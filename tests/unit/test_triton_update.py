@@ -21,7 +21,7 @@ from zeroshard.optim.triton_update import DeviceFragment, TritonUpdate
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux on x86-64 only")
 
-from zeroshard.testing.triton_interpreter import SOURCE, RecordingLauncher, interpreted_kernels
+from zeroshard_testing.triton_interpreter import SOURCE, RecordingLauncher, interpreted_kernels
 
 CPU = torch.device("cpu")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

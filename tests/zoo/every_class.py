@@ -32,13 +32,13 @@ from torch import Tensor, nn
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import zoo_batches as b
+from zeroshard_testing.ranks import RanksFailed, pool, run_ranks
 from zoo_build import transformers_model
 from zoo_models import Model
 from zoo_training import Setting, assert_same_bits, engine_run, plain_run
 
 import zeroshard
 from zeroshard.errors import ZeroShardError
-from zeroshard.testing.ranks import RanksFailed, pool, run_ranks
 
 SETTINGS = (
     Setting(stage=3),

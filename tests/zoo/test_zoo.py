@@ -13,6 +13,7 @@ from itertools import product
 
 import pytest
 from support import covering
+from zeroshard_testing import on_ranks
 from zoo_models import MODELS, NO_BF16, NO_CHECKPOINTING
 from zoo_training import (
     Setting,
@@ -21,8 +22,6 @@ from zoo_training import (
     engine_run,
     plain_run,
 )
-
-from zeroshard.testing import on_ranks
 
 FULL = os.environ.get("ZEROSHARD_ZOO") == "full"
 BASE = Setting(stage=3)

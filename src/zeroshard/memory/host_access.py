@@ -1,7 +1,7 @@
 """Says which memory is read and written by code that torch does not see.
 
 Compiled code, disk threads and kernels that are launched without torch's dispatcher call these functions.
-In production they do nothing. :mod:`zeroshard.testing.streams` listens, and so proves that such code
+In production they do nothing. :mod:`zeroshard_testing.streams` listens, and so proves that such code
 comes after all that it depends on.
 """
 

@@ -2,7 +2,7 @@
 
 Open it around a program, in a process of its own::
 
-    from zeroshard.testing.streams import pretend_cuda
+    from zeroshard_testing.streams import pretend_cuda
 
     with pretend_cuda(devices=1) as watch:
         engine = zeroshard.Engine(model, config=config)  # on the pretended device cuda:0
@@ -19,7 +19,7 @@ other code is the program's own. Operators run at once, in program order. The ch
 of streams and host threads, and reports what a real device may do in another order. So one run proves all
 timings of that program. No timing has to be guessed.
 
-``watch.findings`` has the kinds of :data:`~zeroshard.testing.streams.findings.KINDS`. A finding prints
+``watch.findings`` has the kinds of :data:`~zeroshard_testing.streams.findings.KINDS`. A finding prints
 the lines of both operations. ``watch.waits(phase)`` counts host waits by kind, ``watch.kernels(phase)``
 operators, ``watch.traffic(phase)`` the bytes that they read and wrote, ``watch.allocations(phase)``
 blocks of device memory. ``watch.live_nbytes`` are the bytes of device memory in use,
@@ -39,7 +39,7 @@ its own (``tests/streams/scenarios.py``).
 
 from __future__ import annotations
 
-from zeroshard.testing.streams.findings import Finding
-from zeroshard.testing.streams.watch import Watch, pretend_cuda
+from zeroshard_testing.streams.findings import Finding
+from zeroshard_testing.streams.watch import Watch, pretend_cuda
 
 __all__ = ["Finding", "Watch", "pretend_cuda"]

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.testing.streams.machine import Range
-from zeroshard.testing.streams.tensors import HOST, DevicePlace, Storages, read_on_host
+from zeroshard_testing.streams.machine import Range
+from zeroshard_testing.streams.tensors import HOST, DevicePlace, Storages, read_on_host
 
 aten = torch.ops.aten
 _SYNCS = {

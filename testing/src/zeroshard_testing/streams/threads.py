@@ -14,11 +14,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from zeroshard.testing.streams.clocks import Clock, merge
-from zeroshard.testing.streams.machine import HostThread, Machine
-from zeroshard.testing.streams.operators import OperatorMode
-from zeroshard.testing.streams.patches import Patches
-from zeroshard.testing.streams.tensors import Storages
+from zeroshard_testing.streams.clocks import Clock, merge
+from zeroshard_testing.streams.machine import HostThread, Machine
+from zeroshard_testing.streams.operators import OperatorMode
+from zeroshard_testing.streams.patches import Patches
+from zeroshard_testing.streams.tensors import Storages
 
 _CLOCK = "_pretended_clock"
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeroshard.testing.streams.clocks import Clock
-from zeroshard.testing.streams.machine import Machine, StreamLine
-from zeroshard.testing.streams.patches import Patches
-from zeroshard.testing.streams.tensors import Storages, number_of
+from zeroshard_testing.streams.clocks import Clock
+from zeroshard_testing.streams.machine import Machine, StreamLine
+from zeroshard_testing.streams.patches import Patches
+from zeroshard_testing.streams.tensors import Storages, number_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

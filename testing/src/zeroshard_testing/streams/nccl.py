@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.testing.streams.clocks import Clock
-from zeroshard.testing.streams.machine import StreamLine
-from zeroshard.testing.streams.patches import Patches
-from zeroshard.testing.streams.tensors import Storages
+from zeroshard_testing.streams.clocks import Clock
+from zeroshard_testing.streams.machine import StreamLine
+from zeroshard_testing.streams.patches import Patches
+from zeroshard_testing.streams.tensors import Storages
 
 
 class _Work:

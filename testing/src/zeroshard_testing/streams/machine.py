@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroshard.testing.streams.clocks import Clock, Timeline, merge
-from zeroshard.testing.streams.findings import Finding, Site, here
-from zeroshard.testing.streams.memory_blocks import MemoryBlock, Use
+from zeroshard_testing.streams.clocks import Clock, Timeline, merge
+from zeroshard_testing.streams.findings import Finding, Site, here
+from zeroshard_testing.streams.memory_blocks import MemoryBlock, Use
 
 Range = tuple[MemoryBlock, int, int]
 """A block with the first byte that is used and the one after the last."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroshard.testing.worker import TestJob, TestReport
+from zeroshard_testing.worker import TestJob, TestReport
 
 GRACE_S = 1.0
 """Seconds that the peers of a failed rank have to report as well."""

@@ -31,8 +31,8 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from zeroshard.run.address import unused_port
 from zeroshard.run.listening import gloo_on_loopback
-from zeroshard.testing.outcome import GRACE_S, Outcome, RankEnd
-from zeroshard.testing.worker import STACKS_SIGNAL, TestJob, TestReport, serve
+from zeroshard_testing.outcome import GRACE_S, Outcome, RankEnd
+from zeroshard_testing.worker import STACKS_SIGNAL, TestJob, TestReport, serve
 
 PRELOAD = (
     "torch",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from zeroshard.testing.streams.clocks import Clock, Timeline
-from zeroshard.testing.streams.findings import Site, line_of
+from zeroshard_testing.streams.clocks import Clock, Timeline
+from zeroshard_testing.streams.findings import Site, line_of
 
 
 @dataclass(frozen=True, slots=True)

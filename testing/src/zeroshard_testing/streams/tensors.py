@@ -21,11 +21,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from zeroshard.testing.streams.clocks import Clock
-from zeroshard.testing.streams.findings import here
-from zeroshard.testing.streams.machine import Machine, Range
-from zeroshard.testing.streams.memory_blocks import MemoryBlock
-from zeroshard.testing.streams.patches import Patches
+from zeroshard_testing.streams.clocks import Clock
+from zeroshard_testing.streams.findings import here
+from zeroshard_testing.streams.machine import Machine, Range
+from zeroshard_testing.streams.memory_blocks import MemoryBlock
+from zeroshard_testing.streams.patches import Patches
 
 _CPU = torch.device("cpu")
 _real_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]

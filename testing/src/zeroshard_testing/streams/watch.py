@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from torch import Tensor
 
 from zeroshard.memory import host_access
-from zeroshard.testing.streams import cuda, nccl, threads
-from zeroshard.testing.streams.findings import Finding
-from zeroshard.testing.streams.machine import DEVICE_NBYTES, Counts, Machine
-from zeroshard.testing.streams.memory_blocks import MemoryBlock
-from zeroshard.testing.streams.operators import OperatorMode, declare
-from zeroshard.testing.streams.patches import Patches
-from zeroshard.testing.streams.tensors import Storages, TensorPatches
+from zeroshard_testing.streams import cuda, nccl, threads
+from zeroshard_testing.streams.findings import Finding
+from zeroshard_testing.streams.machine import DEVICE_NBYTES, Counts, Machine
+from zeroshard_testing.streams.memory_blocks import MemoryBlock
+from zeroshard_testing.streams.operators import OperatorMode, declare
+from zeroshard_testing.streams.patches import Patches
+from zeroshard_testing.streams.tensors import Storages, TensorPatches
 
 
 class Watch:

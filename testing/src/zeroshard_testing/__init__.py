@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroshard.testing.outcome import RankEnd
-from zeroshard.testing.ranks import RanksFailed, on_ranks, run_ranks
+from zeroshard_testing.outcome import RankEnd
+from zeroshard_testing.ranks import RanksFailed, on_ranks, run_ranks
 
 __all__ = ["RankEnd", "RanksFailed", "on_ranks", "run_ranks"]

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from zeroshard.device.cuda import is_initialized
-from zeroshard.testing import leak_check
+from zeroshard_testing import leak_check
 
 STACKS_SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1))
 """The signal that makes a rank write the stacks of its threads to its output, also inside a C call."""
