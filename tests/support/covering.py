@@ -6,6 +6,7 @@ import heapq
 import itertools
 import os
 import zlib
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -52,24 +53,47 @@ def rows_for_full(items: Sequence[Any]) -> set[Any]:
     Of a test in one of the folders :data:`EXPENSIVE`, so many rows stay that each value of each parameter
     occurs, at one ZeRO stage, chosen by the name of the test: stage 3 of every other test, since it does
     most of what the others do. The tuples of one ``parametrize`` are values themselves: all of them stay.
-    Of a test in :data:`kept_rows.ROWS` as many stay as are named there, from its first to its last.
+    Of a test in :data:`kept_rows.ROWS` as many stay as are named there, and differ most.
     """
     by_test: dict[str, list[Any]] = {}
     for item in items:
         by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[Any] = set()
     for name, rows in by_test.items():
-        kept = [rows[at] for at in sorted(_representatives(name, rows))]
-        limit = _limit(name, len(kept))
-        kept = [kept[at * len(kept) // limit] for at in range(limit)]
-        left_out.update({*rows}.difference(kept))
+        left_out.update({*rows}.difference(_kept(name, rows)))
     return left_out
 
 
-def _limit(name: str, count: int) -> int:
-    """How many of ``count`` rows of a test may stay."""
+def _kept(name: str, rows: Sequence[Any]) -> list[Any]:
+    """The ``rows`` of one test that ``make test`` runs."""
     file, _, test = name.removeprefix("tests/").partition("::")
-    return min(count, ROWS.get(file, {}).get(test.rpartition("::")[2], count))
+    wanted = ROWS.get(file, {}).get(test.rpartition("::")[2], len(rows))
+    if not isinstance(wanted, int):
+        return [row for row in rows if row.nodeid.partition("[")[2].startswith(wanted)]
+    found = [rows[at] for at in sorted(_representatives(name, rows))]
+    return found if wanted >= len(found) else _most_different(found, wanted)
+
+
+def _most_different(rows: Sequence[Any], count: int) -> list[Any]:
+    """``count`` of ``rows``: each has the values that those before it have least often."""
+    waiting = [*rows]
+    had: Counter[Hashable] = Counter()
+    for _ in range(count):
+        row = min(
+            waiting, key=lambda row: sorted((had[each] for each in _parts(row)), reverse=True)
+        )
+        waiting.remove(row)
+        had.update(_parts(row))
+    return [row for row in rows if row not in waiting]
+
+
+def _parts(row: Any) -> list[Hashable]:
+    """The values of a row's parameters, with their names; those of a tuple one by one."""
+    found: list[Hashable] = []
+    for name, value in row.callspec.params.items() if hasattr(row, "callspec") else ():
+        parts = value if isinstance(value, tuple) else (value,)
+        found += [(name, at, repr(part)) for at, part in enumerate(parts)]
+    return found
 
 
 def _representatives(name: str, rows: Sequence[Any]) -> set[int]:

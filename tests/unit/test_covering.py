@@ -98,11 +98,23 @@ def test_all_stages_run_with_some_test_and_stage_3_with_every_other():
     assert 14 <= rows[3,] <= 26
 
 
-def test_the_limit_of_a_test_is_kept_with_its_first_row_and_all_sides_of_its_table(monkeypatch):
-    monkeypatch.setitem(kept_rows.ROWS, "ranks/test_a.py", {"test_it": 3, "test_never": 0})
-    assert kept("tests/ranks/test_a.py::test_it", name=[*"abcdefghi"]) == [("a",), ("d",), ("g",)]
-    assert kept("tests/ranks/test_a.py::TestAll::test_it", name=[*"ab"]) == [("a",), ("b",)]
+def test_as_many_rows_run_as_a_table_says_and_they_differ(monkeypatch):
+    limits = {"test_it": 3, "test_never": 0, "test_pairs": 4, "test_named": ("a-", "(1")}
+    monkeypatch.setitem(kept_rows.ROWS, "ranks/test_a.py", limits)
+    assert len(kept("tests/ranks/test_a.py::test_it", name=[*"abcdefghi"])) == 3
+    assert len(kept("tests/ranks/test_a.py::TestAll::test_it", name=[*"ab"])) == 2
     assert kept("tests/ranks/test_a.py::test_never", name=[*"ab"]) == []
+    pairs = kept(
+        "tests/ranks/test_a.py::test_pairs", of=[*itertools.product("abcd", (1, 2), (3, 4))]
+    )
+    letters, first, second = (Counter(column) for column in zip(*(pair for (pair,) in pairs)))
+    assert letters == Counter("abcd")
+    assert first == {1: 2, 2: 2}
+    assert second == {3: 2, 4: 2}
+    assert kept("tests/ranks/test_a.py::test_named", stage=[0, 1, 3], at=[*"ab"]) == [
+        (1, "a"),
+        (1, "b"),
+    ]
     assert len(kept("tests/ranks/test_a.py::test_other", name=[*"abcde"])) == 5
 
 
