@@ -859,7 +859,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ring-sends-its-own-part-too",
-        "planner/step_time.py",
+        "planner/prices.py",
         "return passes * (size - 1) / size",
         "return float(passes)",
         "tests/unit/test_step_time.py::test_a_collective_takes_its_latency_and_the_bytes_that_a_rank_sends",

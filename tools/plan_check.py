@@ -45,7 +45,8 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.memory.storage import resize_listeners
 from zeroshard.planner.allocations import Allocations
 from zeroshard.planner.model_source import cut_evenly, loss_of
-from zeroshard.planner.simulate import Simulation, observe, simulate
+from zeroshard.planner.simulate import observe, simulate
+from zeroshard.planner.simulated import Simulation
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/plan.md", ROOT / "benchmarks/results/plan-check.json"
