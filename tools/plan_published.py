@@ -33,7 +33,8 @@ from torch import nn
 from zeroshard.config.machine_file import load_machine
 from zeroshard.core.mesh import Mesh
 from zeroshard.planner.model_source import loss_of
-from zeroshard.planner.simulate import Simulation, simulate
+from zeroshard.planner.simulate import simulate
+from zeroshard.planner.simulated import Simulation
 from zeroshard.planner.step_time import step_time
 from zeroshard.zero import Init
 

@@ -27,7 +27,7 @@ from zeroshard.comm.simulation import diverged, lone_rank
 from zeroshard.errors import UsageError
 from zeroshard.offload.swap_file import BOUNCE_NBYTES, THREADS
 from zeroshard.planner.make_plan import make_plan
-from zeroshard.planner.simulate import highest
+from zeroshard.planner.simulated import highest
 from zeroshard.planner.step_log import StepLog
 
 CASES = plan_check.covering()

@@ -16,7 +16,8 @@ from zeroshard.engine.remedies import Remedy, changes, smaller_batches
 from zeroshard.planner.changes import changed_keys, merged
 from zeroshard.planner.fit import calm_collector
 from zeroshard.planner.model_source import loss_of
-from zeroshard.planner.simulate import Simulation, simulate
+from zeroshard.planner.simulate import simulate
+from zeroshard.planner.simulated import Simulation
 
 TOLERANCE = 0.02
 SIZE = Size(width=64, layers=3, words=256, batch=4, tokens=32)

@@ -19,7 +19,8 @@ from deepspeed_runs import CASES, MORE_STEPS, STEPS, TAG, Model, config, paramet
 from zeroshard_testing import run_ranks
 
 import zeroshard
-from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader, is_deepspeed
+from zeroshard.checkpoint.deepspeed.files import is_deepspeed
+from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader
 from zeroshard.checkpoint.reader import full
 from zeroshard.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

@@ -13,7 +13,7 @@ from checkpoint_model import open_engine, train
 from saved_runs import STAGE, check_goes_on, check_refused, contents, everywhere, failure, saved_run
 from zeroshard_testing import run_ranks
 
-from zeroshard.checkpoint import save
+from zeroshard.checkpoint import save_layout
 
 RANKS = 2
 
@@ -76,9 +76,9 @@ def cannot_lay_out(root: Path, asynchronous: bool) -> None:
     """An error between two rounds: the next round tells the others."""
     with saved_run(root, checkpoint={"asynchronous": asynchronous}) as engine:
         engine.wait_for_checkpoint()
-        real, kept = save.lay_out, contents(root)
+        real, kept = save_layout.lay_out, contents(root)
         if engine.global_rank == 1:
-            save.lay_out = lambda _entries: real(["no entry"])
+            save_layout.lay_out = lambda _entries: real(["no entry"])
         everywhere(0)
 
         def save_and_wait() -> None:
@@ -86,7 +86,7 @@ def cannot_lay_out(root: Path, asynchronous: bool) -> None:
             engine.wait_for_checkpoint()
 
         kind, text = failure(save_and_wait)
-        save.lay_out = real
+        save_layout.lay_out = real
         assert kind == "CheckpointError"
         assert len(set(everywhere(text))) == 1
         assert "(while reserving space). rank 1: AttributeError: 'str' object has no" in text

@@ -24,8 +24,9 @@ from zeroshard_testing.ranks import RankEnd, on_ranks, run_ranks
 
 from zeroshard.comm.recorder import read_recording_file
 from zeroshard.errors import RankLost
+from zeroshard.session.comm_session import CommSession
 from zeroshard.session.join import init_distributed
-from zeroshard.session.session import CommSession, open_session
+from zeroshard.session.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings
 
 QUICK = WatchdogSettings(first_report_s=0.6, tick_s=0.1, frozen_s=2.0, grace_s=3.0, stuck_s=4.0)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from zeroshard.comm import host
 from zeroshard.comm.host import this_process
 from zeroshard.errors import RankDivergence
-from zeroshard.watchdog.diagnosis import Diagnosis
+from zeroshard.watchdog.findings import Diagnosis
 from zeroshard.watchdog.inquiry import Inquiry, own_answer
 from zeroshard.watchdog.messages import Messages
 from zeroshard.watchdog.rank_status import PRESENCE, Peer, status_from_host

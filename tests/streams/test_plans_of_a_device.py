@@ -16,7 +16,8 @@ from zeroshard_testing.streams import pretend_cuda
 from zeroshard import Engine
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.tiers import TIERS
-from zeroshard.planner.simulate import Simulation, simulate
+from zeroshard.planner.simulate import simulate
+from zeroshard.planner.simulated import Simulation
 
 WIDTH, DEPTH, TOKENS, RANKS, STEPS = 64, 8, 256, 2, 3
 

@@ -12,24 +12,23 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from zeroshard.comm.agreement import (
+from zeroshard.comm.agreement import alike_plans, post_plan
+from zeroshard.comm.connect import DeviceUse
+from zeroshard.comm.host import Process
+from zeroshard.comm.store_keys import (
     Missing,
     absent,
-    alike_plans,
     arrive,
     exchange,
     first_pause_s,
     next_pause_s,
     outcome,
     post,
-    post_plan,
     posts,
     present,
     ranks_key,
     wait_for,
 )
-from zeroshard.comm.connect import DeviceUse
-from zeroshard.comm.host import Process
 from zeroshard.errors import RankLate
 from zeroshard.session.session import _summary
 from zeroshard.watchdog.rank_status import Peer, Peers

@@ -35,7 +35,8 @@ from support.deepspeed_files import (
 )
 from torch.serialization import get_safe_globals
 
-from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader, is_deepspeed
+from zeroshard.checkpoint.deepspeed.files import is_deepspeed
+from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader
 from zeroshard.checkpoint.deepspeed.unpickle import load_plain
 from zeroshard.checkpoint.reader import full
 from zeroshard.errors import CheckpointError

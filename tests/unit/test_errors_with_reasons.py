@@ -13,7 +13,7 @@ from torch import nn
 import zeroshard
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.optim.optimizers import Lion
-from zeroshard.zero.access import GatheredParameters
+from zeroshard.zero.gathered import GatheredParameters
 
 
 class _FrozenByFunction(torch.autograd.Function):

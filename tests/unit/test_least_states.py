@@ -12,7 +12,7 @@ from zeroshard.planner.fit_time import _Search
 from zeroshard.planner.least_states import least_states_nbytes, offloadable_nbytes
 from zeroshard.planner.make_plan import make_plan
 from zeroshard.planner.plan import Plan
-from zeroshard.planner.simulate import Simulation
+from zeroshard.planner.simulated import Simulation
 
 RANKS = 8
 STATES = ("parameters", "master", "optimizer")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import HashStore
 
-from zeroshard.watchdog.diagnosis import TORCH
+from zeroshard.watchdog.findings import TORCH
 from zeroshard.watchdog.lone_reads import LoneReadCheck, Position, elsewhere, smaller_party
 
 BARRIER = Position(0, {"engine": 5, TORCH: 3}, in_torch="torch.distributed.barrier")

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from zeroshard.deepspeed.layer_specs import LayerSpec, TiedLayerSpec, outline
-from zeroshard.deepspeed.pipeline_module import PipelineModule, partition
+from zeroshard.deepspeed.pipeline_layers import partition
+from zeroshard.deepspeed.pipeline_module import PipelineModule
 from zeroshard.deepspeed.topology import PipeDataParallelTopology
 from zeroshard.errors import UnsupportedError, UsageError
 

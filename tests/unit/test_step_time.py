@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.config.machine_file import MachineFile, Values
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UsageError
+from zeroshard.planner.prices import Prices
 from zeroshard.planner.simulate import simulate
 from zeroshard.planner.step_log import Begun, Ended, Operation
-from zeroshard.planner.step_time import Prices, step_time
+from zeroshard.planner.step_time import step_time
 from zeroshard.planner.updated import Updated
 from zeroshard.planner.work import Work, work_of
 

@@ -46,7 +46,7 @@ _log = logging.getLogger("zeroshard")
 PIECE_NBYTES = 16 << 20
 """Bytes that are converted and written at a time."""
 _MAPPED_NBYTES = 64 << 20  # what the library has read stays mapped until the file is reopened
-_PART = ".part"
+PART = ".part"
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and all bytes. A byte counts twice: when written and when read back."""
@@ -101,7 +101,7 @@ class Exporter:
 
     def _open(self) -> _ShardFile:
         shard = next(self._waiting)
-        return _ShardFile(self.directory / (shard.file + _PART), shard)
+        return _ShardFile(self.directory / (shard.file + PART), shard)
 
     def _close_shard(self) -> None:
         assert self._file is not None
@@ -129,7 +129,7 @@ class Exporter:
             self._file.close()
         for shard in self.shards:
             with suppress(OSError):  # left by a failure that was raised already
-                (self.directory / (shard.file + _PART)).unlink(missing_ok=True)
+                (self.directory / (shard.file + PART)).unlink(missing_ok=True)
         self._hold.close()
 
     def __enter__(self) -> Exporter:
@@ -271,7 +271,7 @@ def prepare(directory: Path, filename: str, nbytes: int) -> Hold:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         hold = Hold(directory)
-        for left in directory.glob(f"{glob_text(stem)}*{suffix}{_PART}"):
+        for left in directory.glob(f"{glob_text(stem)}*{suffix}{PART}"):
             left.unlink(missing_ok=True)
         free = free_nbytes(directory)
     except OSError as error:
@@ -310,7 +310,7 @@ def put_in_place(directory: Path, filename: str, shards: Sequence[Shard]) -> lis
             index.unlink(missing_ok=True)
             (directory / filename).unlink(missing_ok=True)  # loaders prefer it to an index
         for path in wanted:
-            os.replace(path.with_name(path.name + _PART), path)
+            os.replace(path.with_name(path.name + PART), path)
         if len(shards) > 1:
             sync_directory(directory)
             write_durably(index, index_of(shards))
@@ -467,46 +467,3 @@ def export_checkpoint(
         for name, buffer in buffers.items():
             exporter.put(name, pieces_of(buffer))
         return exporter.finish()
-
-
-# ---------------------------------------------------------------------- torch's own files
-
-
-def write_bins(
-    shards: Sequence[Shard],
-    directory: str | Path,
-    *,
-    filename: str,
-    read: Callable[[str], Tensor],
-) -> list[Path]:
-    """Write files with ``torch.save`` that ``weights_only=True`` can load. Returns their paths.
-
-    ``read(name)`` returns a weight ``[*shape]`` in host memory. One file at a time is in memory. Files
-    get their names when all are complete.
-
-    Raises:
-        CheckpointError: a file cannot be written.
-    """
-    directory = Path(directory)
-    hold = prepare(directory, filename, sum(shard.weights_nbytes for shard in shards))
-    parts = [directory / (shard.file + _PART) for shard in shards]
-    try:
-        for shard, part in zip(shards, parts, strict=True):
-            _save(part, {weight.name: read(weight.name) for weight in shard.weights})
-        return put_in_place(directory, filename, shards)
-    finally:
-        for part in parts:
-            with suppress(OSError):  # left by a failure that was raised already
-                part.unlink(missing_ok=True)
-        hold.close()
-
-
-def _save(path: Path, state: dict[str, Tensor]) -> None:
-    try:
-        with path.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # torch's writer turns an OSError into a RuntimeError
-        text = reason(error) if isinstance(error, OSError) else str(error)
-        raise CheckpointError(f"{path} cannot be written: {text}.") from error

@@ -19,52 +19,32 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-import re
 import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
-from math import isfinite, prod
+from math import isfinite
 from pathlib import Path, PurePath
-from typing import Any, TypeAlias, Union
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import CheckpointError
+from zeroshard.checkpoint.json_decoder import Decoder
+from zeroshard.checkpoint.json_walk import (
+    ALLOW,
+    FACTORIES,
+    NUMPY_DTYPE,
+    STORED,
+    STORED_AS_BYTES,
+    JsonTree,
+    Walk,
+    kind_of,
+)
 from zeroshard.zero.sharded_parameter import ReadOnlyCopy, ShardedParameter
 
-JsonTree: TypeAlias = Union[bool, int, float, str, "list[JsonTree]", "dict[str, JsonTree]", None]
-"""A value for ``json.dumps(tree, allow_nan=False)``."""
-
-MAX_DEPTH = 64
-"""Largest nesting of containers; far below the limit of Python's stack."""
-MAX_VALUES = 10_000_000
-"""Largest number of values. Lists that hold one list twice, many levels deep, have too many to write."""
-
-_STORED = {
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
-    torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
-}  # dtypes that every safetensors file can hold  # fmt: skip
-_STORED_AS_BYTES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64,
-        torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
-    )
-}  # fmt: skip
-_DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
 _TENSORS = (Tensor, nn.Parameter, ShardedParameter, ReadOnlyCopy)
-_FACTORIES: dict[str, Callable[[], Any]] = {
-    kind.__name__: kind for kind in (bool, int, float, str, bytes, list, tuple, dict, set)
-}
-_NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,6}(\[[0-9]*[a-zA-Z]+\])?")
-_ALLOW = '"checkpoint": {"allow_pickle": true}'
 
 
 def encode(
@@ -97,73 +77,13 @@ def decode(
         CheckpointError: JSON that :func:`encode` does not write, or a pickle without ``allow_pickle``. No
             other exception.
     """
-    return _Decoder(where, tensors, allow_pickle).value(json)
-
-
-# ---------------------------------------------------------------------- walking
-
-
-class _Walk:
-    """A walk over a tree: its position, and the number of values seen."""
-
-    def __init__(self, where: str, allow_pickle: bool) -> None:
-        self.where = where
-        self.allow_pickle = allow_pickle
-        self.values_seen = 0
-        self.steps: list[tuple[str, Any]] = []  # the path: kind of each step, and its key
-
-    def value(self, value: Any) -> Any:
-        """The encoded, or decoded, value."""
-        raise NotImplementedError
-
-    def below(self, step: str, key: Any, value: Any) -> Any:
-        """The value one step down. An error ends the walk, and leaves the step in ``steps``."""
-        self.values_seen += 1
-        if len(self.steps) >= MAX_DEPTH:
-            raise self.error(f"is nested in more than {MAX_DEPTH} containers. Use fewer levels")
-        if self.values_seen > MAX_VALUES:
-            raise self.error(
-                f"comes after {MAX_VALUES} other values: too many, or many references to the same "
-                "values. Put numbers into a tensor or an array"
-            )
-        self.steps.append((step, key))
-        result = self.value(value)
-        self.steps.pop()
-        return result
-
-    def items(self, values: Iterable[Any]) -> list[Any]:
-        """A sequence, value by value."""
-        return [self.below("item", i, item) for i, item in enumerate(values)]
-
-    def error(self, text: str) -> CheckpointError:
-        """An error about the current value. ``text`` follows the value's path."""
-        path = "".join(_written[step](key) for step, key in self.steps)
-        return CheckpointError(f"{self.where}{path} {text}.")
-
-
-def _shown(key: Any) -> str:
-    """A key in a message, cut. An int of 5000 digits has no ``repr``."""
-    if type(key) is str:
-        return repr(key if len(key) <= 40 else key[:40] + "...")
-    if type(key) in (bool, float, type(None)) or (type(key) is int and key.bit_length() <= 64):
-        return repr(key)
-    return f"<{type(key).__name__}>"
-
-
-_written: dict[str, Callable[[Any], str]] = {
-    "item": lambda key: f"[{_shown(key)}]",
-    "attribute": lambda key: (
-        f".{key}" if type(key) is str and len(key) <= 40 else f".{_shown(key)}"
-    ),
-    "key": lambda i: f" (key {i})",
-    "member": lambda i: f" (member {i})",
-}
+    return Decoder(where, tensors, allow_pickle).value(json)
 
 
 # ---------------------------------------------------------------------- to JSON
 
 
-class _Encoder(_Walk):
+class _Encoder(Walk):
     def __init__(self, where: str, allow_pickle: bool) -> None:
         super().__init__(where, allow_pickle)
         self.tensors: dict[str, Tensor] = {}
@@ -233,11 +153,12 @@ class _Encoder(_Walk):
     def _default(self, value: defaultdict[Any, Any]) -> JsonTree:
         factory: Any = value.default_factory
         name = None if factory is None else getattr(factory, "__name__", "")
-        if name is not None and _FACTORIES.get(name) is not factory:
+        if name is not None and FACTORIES.get(name) is not factory:
             if self.allow_pickle:
                 return self._pickled(value)
             raise self.error(
-                f"is a defaultdict whose factory is {_a(factory)}. Use one of {', '.join(_FACTORIES)}, "
+                f"is a defaultdict whose factory is {kind_of(factory)}. Use one of "
+                f"{', '.join(FACTORIES)}, "
                 "or store dict(...) of it"
             )
         return {"$defaultdict": [name, self._pairs(value)]}
@@ -284,13 +205,13 @@ class _Encoder(_Walk):
         if value.is_meta:
             raise self.error("is a tensor on the meta device, which has no values. Store its shape")
         name = str(value.dtype).removeprefix("torch.")
-        if value.dtype not in _STORED and name not in _STORED_AS_BYTES:
+        if value.dtype not in STORED and name not in STORED_AS_BYTES:
             raise self.error(
                 f"is a tensor of dtype {name}, which files cannot contain. Store it in another "
                 "dtype"
             )
         values = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        if value.dtype in _STORED:
+        if value.dtype in STORED:
             return {"$tensor": self._keep(values)}
         as_bytes = self._keep(values.reshape(-1).view(torch.uint8))
         return {"$tensor_bytes": [as_bytes, name, list(values.shape)]}
@@ -305,7 +226,7 @@ class _Encoder(_Walk):
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and (isinstance(value, numpy.generic) or type(value) is numpy.ndarray):
             dtype = value.dtype.str
-            if _NUMPY_DTYPE.fullmatch(dtype):
+            if NUMPY_DTYPE.fullmatch(dtype):
                 if isinstance(value, numpy.generic):
                     return {"$numpy": [dtype, _to_text(value.tobytes()[: value.nbytes])]}
                 data = bytearray(value.tobytes() or b"0")  # torch refuses an empty buffer
@@ -314,8 +235,8 @@ class _Encoder(_Walk):
         if self.allow_pickle:
             return self._pickled(value)
         raise self.error(
-            f"is {_a(value)}. Checkpoints contain plain data and tensors; nothing is pickled, "
-            f"because loading a pickle can run any code. {_instead(value)}, or set {_ALLOW}"
+            f"is {kind_of(value)}. Checkpoints contain plain data and tensors; nothing is pickled, "
+            f"because loading a pickle can run any code. {_instead(value)}, or set {ALLOW}"
         )
 
     def _pickled(self, value: Any) -> JsonTree:
@@ -323,7 +244,7 @@ class _Encoder(_Walk):
             return {"$pickle": _to_text(pickle.dumps(value, protocol=4))}
         except Exception as error:
             raise self.error(
-                f"is {_a(value)}, which cannot even be pickled ({type(error).__name__}: {error}). "
+                f"is {kind_of(value)}, which cannot even be pickled ({type(error).__name__}: {error}). "
                 f"{_instead(value)}"
             ) from error
 
@@ -363,11 +284,6 @@ def _is_text(value: str) -> bool:
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
 
-def _a(value: Any) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
-
-
 def _instead(value: Any) -> str:
     if isinstance(value, Enum):
         return "Store its name or its value"
@@ -381,201 +297,3 @@ def _instead(value: Any) -> str:
     if hasattr(value, "__dict__") and not callable(value):
         return "Store vars(...) of it"
     return "Store plain data"
-
-
-# ---------------------------------------------------------------------- from JSON
-
-
-class _Decoder(_Walk):
-    def __init__(self, where: str, tensors: Mapping[str, Tensor], allow_pickle: bool) -> None:
-        super().__init__(where, allow_pickle)
-        self._tensors = tensors
-        self._taken: set[str] = set()
-
-    def value(self, value: Any) -> Any:
-        if value is None or type(value) in (bool, int, float, str):
-            return value
-        if type(value) is list:
-            return self.items(value)
-        if type(value) is not dict:
-            raise self.error(f"is {_a(value)}, which JSON does not have")
-        tags = [key for key in value if type(key) is not str or key.startswith("$")]
-        if not tags:
-            return {key: self.below("item", key, item) for key, item in value.items()}
-        read = _READ.get(tags[0]) if len(value) == 1 and type(tags[0]) is str else None
-        if read is None:
-            raise self.error(
-                f"has the unknown mark {_shown(tags[0])}: the checkpoint is damaged, or a newer "
-                "version wrote it"
-            )
-        try:
-            return read(self, value[tags[0]])
-        except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise self.error(f"is damaged: {_shown(tags[0])} has wrong contents") from error
-
-    def _int(self, value: Any) -> int:
-        return int(_text(value), 16)
-
-    def _float(self, value: Any) -> float:
-        return float(_text(value))
-
-    def _str(self, value: Any) -> str:
-        return _to_bytes(value).decode("utf-8", "surrogatepass")
-
-    def _bytes(self, value: Any) -> bytes:
-        return _to_bytes(value)
-
-    def _path(self, value: Any) -> Path:
-        return Path(_text(self.below("attribute", "path", value)))
-
-    def _tuple(self, value: Any) -> tuple[Any, ...]:
-        return tuple(self.items(_list(value)))
-
-    def _set(self, value: Any) -> set[Any]:
-        return set(self.items(_list(value)))
-
-    def _frozenset(self, value: Any) -> frozenset[Any]:
-        return frozenset(self.items(_list(value)))
-
-    def _pairs(self, value: Any) -> dict[Any, Any]:
-        result: dict[Any, Any] = {}
-        for i, (raw_key, raw_item) in enumerate(map(_list, _list(value))):
-            key = self.below("key", i, raw_key)
-            if key in result:
-                raise self.error(f"is damaged: it contains the key {_shown(key)} twice")
-            result[key] = self.below("item", key, raw_item)
-        return result
-
-    def _ordered(self, value: Any) -> OrderedDict[Any, Any]:
-        return OrderedDict(self._pairs(value))
-
-    def _counter(self, value: Any) -> Counter[Any]:
-        return Counter(self._pairs(value))
-
-    def _default(self, value: Any) -> defaultdict[Any, Any]:
-        name, pairs = _list(value)
-        factory = None if name is None else _FACTORIES.get(_text(name))
-        if name is not None and factory is None:
-            raise ValueError(name)
-        return defaultdict(factory, self._pairs(pairs))
-
-    def _namespace(self, value: Any) -> Namespace:
-        namespace = Namespace()
-        for i, (raw_name, raw_item) in enumerate(map(_list, _list(value))):
-            name = _text(self.below("key", i, raw_name))
-            vars(namespace)[name] = self.below("attribute", name, raw_item)
-        return namespace
-
-    def _size(self, value: Any) -> torch.Size:
-        return torch.Size(_shape(value))
-
-    def _dtype(self, value: Any) -> torch.dtype:
-        dtype = _DTYPES.get(_text(value))
-        if dtype is None:
-            raise ValueError(value)
-        return dtype
-
-    def _device(self, value: Any) -> torch.device:
-        return torch.device(_text(value))
-
-    def _tensor(self, value: Any) -> Tensor:
-        name = _text(value)
-        if name not in self._tensors:
-            raise self.error(f"is damaged: the checkpoint has no tensor {_shown(name)}")
-        if name in self._taken:
-            raise self.error(f"is damaged: it uses the tensor {_shown(name)} a second time")
-        self._taken.add(name)
-        return self._tensors[name]
-
-    def _data(self, name: Any) -> Tensor:
-        """A stored tensor of bytes, copied: a view as a wider dtype needs an aligned address."""
-        data = self._tensor(name)
-        if data.dtype is not torch.uint8 or data.dim() != 1:
-            raise ValueError(name)
-        return data.clone()
-
-    def _tensor_bytes(self, value: Any) -> Tensor:
-        name, dtype, shape = _list(value)
-        return self._data(name).view(_STORED_AS_BYTES[_text(dtype)]).view(_shape(shape))
-
-    def _numpy(self, value: Any) -> Any:
-        dtype, data = _list(value)
-        return _array(dtype, (), _to_bytes(data))[()]
-
-    def _ndarray(self, value: Any) -> Any:
-        name, dtype, shape = _list(value)
-        return _array(dtype, _shape(shape), self._data(name).numpy().tobytes())
-
-    def _pickle(self, value: Any) -> Any:
-        if not self.allow_pickle:
-            raise self.error(
-                "is a pickle, and loading one can run any code. If you trust its author, set "
-                f"{_ALLOW}"
-            )
-        try:
-            return pickle.loads(_to_bytes(value))
-        except Exception as error:
-            raise self.error(f"cannot be unpickled ({type(error).__name__}: {error})") from error
-
-
-_READ: dict[str, Callable[[_Decoder, Any], Any]] = {
-    "$int": _Decoder._int,
-    "$float": _Decoder._float,
-    "$str": _Decoder._str,
-    "$bytes": _Decoder._bytes,
-    "$path": _Decoder._path,
-    "$tuple": _Decoder._tuple,
-    "$set": _Decoder._set,
-    "$frozenset": _Decoder._frozenset,
-    "$dict": _Decoder._pairs,
-    "$ordereddict": _Decoder._ordered,
-    "$counter": _Decoder._counter,
-    "$defaultdict": _Decoder._default,
-    "$namespace": _Decoder._namespace,
-    "$size": _Decoder._size,
-    "$dtype": _Decoder._dtype,
-    "$device": _Decoder._device,
-    "$tensor": _Decoder._tensor,
-    "$tensor_bytes": _Decoder._tensor_bytes,
-    "$numpy": _Decoder._numpy,
-    "$ndarray": _Decoder._ndarray,
-    "$pickle": _Decoder._pickle,
-}
-"""For wrong contents these functions raise ``TypeError``, ``ValueError`` and the like."""
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(type(value))
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise TypeError(type(value))
-    return value
-
-
-def _shape(value: Any) -> list[int]:
-    if any(type(extent) is not int or not 0 <= extent < 2**63 for extent in _list(value)):
-        raise ValueError("no shape")
-    return _list(value)
-
-
-def _to_bytes(value: Any) -> bytes:
-    return base64.b64decode(_text(value), validate=True)
-
-
-def _array(dtype: Any, shape: Iterable[int], data: bytes) -> Any:
-    import numpy
-
-    if not _NUMPY_DTYPE.fullmatch(_text(dtype)):
-        raise ValueError("no dtype")
-    shape, kind = tuple(shape), numpy.dtype(dtype)
-    if len(data) != prod(shape) * kind.itemsize:
-        raise ValueError("too few or too many bytes")
-    if kind.kind == "U" and (numpy.frombuffer(data, f"{dtype[0]}u4") > sys.maxunicode).any():
-        raise ValueError("no characters")
-    return numpy.ndarray(shape, kind, buffer=data).copy()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader, is_deepspeed
+from zeroshard.checkpoint.deepspeed.files import is_deepspeed
+from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader
 from zeroshard.checkpoint.directory import resolve
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.reader import CheckpointReader, Source

@@ -52,8 +52,8 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import chain, starmap, zip_longest
+from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +61,16 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import directory as places
-from zeroshard.checkpoint.blocks import BLOCK_NBYTES, BlockWriter, bytes_of, write_buffers
-from zeroshard.checkpoint.boxes import Box
+from zeroshard.checkpoint.blocks import BLOCK_NBYTES, BlockWriter, bytes_of
 from zeroshard.checkpoint.local_state import LocalState, digest_part
 from zeroshard.checkpoint.manifest import (
     MANIFEST,
     Dtype,
     Manifest,
-    buffer_key,
-    fragment_key,
     parse,
-    tree_key,
 )
-from zeroshard.checkpoint.safetensors_file import TensorEntry, dtype_name, lay_out, stored_as
+from zeroshard.checkpoint.safetensors_file import dtype_name
 from zeroshard.checkpoint.save_decisions import (
-    SHARED_FILE,
     CheckpointMetadata,
     Options,
     RankFacts,
@@ -83,9 +78,20 @@ from zeroshard.checkpoint.save_decisions import (
     SaveDecision,
     check_room,
     decide,
-    first_frozen_plan,
     merge,
     merged,
+)
+from zeroshard.checkpoint.save_layout import (
+    PlannedFile,
+    RankState,
+    SaveTask,
+    buffers_of_rank,
+    bytes_of_file,
+    file_name,
+    lay_out_files,
+    num_buffers,
+    rows_of,
+    values_of,
 )
 from zeroshard.comm.agreement import (
     Attempt,
@@ -96,7 +102,6 @@ from zeroshard.comm.agreement import (
 )
 from zeroshard.core.files import free_nbytes
 from zeroshard.device.choice import ops_of
-from zeroshard.device.pinned import host_bytes
 from zeroshard.errors import CheckpointError, DistributedError
 from zeroshard.optim.state_tree import is_keepable
 from zeroshard.zero.unit import Unit
@@ -109,83 +114,12 @@ FAULT_POINTS = (
 )  # fmt: skip
 """Points of a save at which a callback is called. Tests end a rank at each of them."""
 
-_STAGING_NBYTES = 32 << 20
 
 NO_COPIES: Attempt[Sequence[Tensor]] = Attempt(())
-
-Row = tuple[str, str, Dtype, int, int, Box | None]
-"""A fragment as the manifest describes it: parameter, tensor, dtype, begin, number of elements, box."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class PlannedFile:
-    """One file that this rank writes. ``name``: as in the manifest; ``rows``: in the file's order."""
-
-    name: str
-    units: Sequence[Unit]
-    extras: Mapping[str, Tensor]
-    head: bytes
-    entries: Sequence[TensorEntry]
-    rows: Sequence[Row]
-    nbytes: int
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class RankState:
-    """What this rank has read of its state when the save began; training may change it afterwards.
-
-    ``rows``: the fragments of each unit. ``parameters``: those that this rank describes. ``scalars``,
-    ``groups``: by parameter. ``frozen``: on rank 0, a
-    manifest that refers to complete frozen weights, by the name of their directory.
-    """
-
-    facts: RankFacts
-    metadata: CheckpointMetadata
-    rows: Mapping[Unit, Sequence[Row]]
-    parameters: Mapping[str, Any]
-    scalars: Mapping[str, Any]
-    groups: Mapping[str, int]
-    frozen: Mapping[str, Manifest]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class SaveTask:
-    """One planned save, on one rank. Made by :func:`plan`.
-
-    ``files``: those that this rank writes, or why they could not be laid out. ``place``: the directory
-    that is renamed to ``root/tag`` when it is complete. ``frozen_place``: that of frozen weights, which
-    exists if this save writes them.
-    """
-
-    root: Path
-    decision: SaveDecision
-    state: RankState
-    files: Attempt[Sequence[PlannedFile]]
-    place: Path
-    frozen_place: Path
-    local: LocalState
-    control_group: ControlGroup
-    options: Options
-    at: Callable[[str], None]
-
-    @property
-    def tag(self) -> str:
-        """The name of the checkpoint."""
-        return self.decision.tag
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank writes."""
-        return sum(file.nbytes for file in self.files.value or ())
 
 
 def no_fault(_point: str) -> None:
     """A callback for :data:`FAULT_POINTS` that lets the save go on."""
-
-
-def file_name(rank: int, world_size: int) -> str:
-    """The name of the file that a rank writes."""
-    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 # ---------------------------------------------------------------------- round 1: planning
@@ -226,7 +160,7 @@ def plan(
     for warning in decision.warnings:
         logger.warning("%s", warning)
     rank, size = control_group.rank, control_group.size
-    files = attempt(lambda: _lay_out_files(decision, state, local, rank, size))
+    files = attempt(lambda: lay_out_files(decision, state, local, rank, size))
     at("planned")
     return SaveTask(
         root,
@@ -268,7 +202,7 @@ def _read_state(
     return RankState(
         facts,
         metadata,
-        rows={unit: _rows(local, unit) for unit in local.units},
+        rows={unit: rows_of(local, unit) for unit in local.units},
         parameters=parameters,
         scalars=merged([local.scalars(unit) for unit in local.units], _numbers),
         groups=merged([local.groups(unit) for unit in local.units]),
@@ -289,92 +223,6 @@ def _find_frozen(root: Path, name: str) -> tuple[str, Manifest | None]:
     return "needed" if places.is_frozen_in_use(root, name) else "unused", None
 
 
-def _rows(local: LocalState, unit: Unit) -> list[Row]:
-    return [
-        (
-            p.fqn,
-            p.tensor,
-            dtype_name(p.holder.dtype, where=f"{p.tensor} of {p.fqn!r}"),
-            p.begin,
-            p.numel,
-            p.box,
-        )
-        for p in local.pieces(unit)
-    ]
-
-
-def files_of_rank(
-    local: LocalState, metadata: CheckpointMetadata, options: Options, rank: int, world_size: int
-) -> list[PlannedFile]:
-    """The files of a rank in the first save into a directory, where all ranks have equal buffers.
-
-    Reads shapes and dtypes only, so tensors may be fake. For plans: nothing is agreed with other ranks.
-    """
-    nobody = RankFacts(root="", tag="", nonce="", digests={}, buffers={})
-    rows = {unit: _rows(local, unit) for unit in local.units}
-    state = RankState(nobody, metadata, rows, parameters={}, scalars={}, groups={}, frozen={})
-    has_frozen = any(not unit.trainable for unit in local.units)
-    frozen = first_frozen_plan(options) if has_frozen else "none"
-    decision = SaveDecision("", "", frozen, frozen_name="frozen", own_buffers=())
-    return _lay_out_files(decision, state, local, rank, world_size)
-
-
-def write_nbytes(files: Sequence[PlannedFile], options: Options) -> int:
-    """Bytes of host memory that a rank needs to write its files, all of which are open at once."""
-    sizes = (write_buffers(file.nbytes, buffers=_num_buffers(options)) for file in files)
-    return sum(count * nbytes for count, nbytes in sizes)
-
-
-def _num_buffers(options: Options) -> int:
-    return options.max_buffer_nbytes // 4 // BLOCK_NBYTES
-
-
-def _lay_out_files(
-    decision: SaveDecision, state: RankState, local: LocalState, rank: int, world_size: int
-) -> list[PlannedFile]:
-    metadata, own_buffers = state.metadata, _own_buffers(decision, state, rank)
-    me = file_name(rank, world_size)
-    trained = [unit for unit in local.units if unit.trainable]
-    frozen = [unit for unit in local.units if not unit.trainable]
-    extras = {tree_key(f"rank/{name}"): t for name, t in metadata.own_tensors.items()}
-    extras |= {buffer_key(name): metadata.buffers[name] for name in own_buffers}
-    units = [*trained, *frozen] if decision.frozen == "here" else trained
-    files = [_lay_out_file(me, state, units, extras)]
-    if rank == 0:  # what every rank reads is kept apart from shards
-        shared = {tree_key(f"shared/{name}"): t for name, t in metadata.shared_tensors.items()}
-        shared |= {buffer_key(n): b for n, b in metadata.buffers.items() if n not in own_buffers}
-        files.append(_lay_out_file(SHARED_FILE, state, [], shared))
-    if decision.frozen == "write":
-        files.append(_lay_out_file(f"../{decision.frozen_name}/{me}", state, frozen, {}))
-    return files
-
-
-def _own_buffers(decision: SaveDecision, state: RankState, rank: int) -> list[str]:
-    """The buffers of which this rank writes a copy into its own file."""
-    return [
-        name
-        for name in state.metadata.buffers
-        if name in decision.own_buffers or decision.buffer_writers.get(name) == rank
-    ]
-
-
-def _lay_out_file(
-    name: str, state: RankState, units: Sequence[Unit], extras: Mapping[str, Tensor]
-) -> PlannedFile:
-    rows = [row for unit in units for row in state.rows[unit]]
-    wanted: list[tuple[str, Dtype, tuple[int, ...]]] = [
-        (fragment_key(fqn, tensor, begin, box and box.start), *stored_as(dtype, (numel,)))
-        for fqn, tensor, dtype, begin, numel, box in rows
-    ]
-    wanted += [
-        (key, *stored_as(dtype_name(tensor.dtype, where=key), tuple(tensor.shape)))
-        for key, tensor in extras.items()
-    ]
-    head, entries = lay_out(starmap(TensorEntry, wanted))
-    nbytes = max([len(head), *(e.offset + e.nbytes for e in entries[-1:])])
-    return PlannedFile(name, units, extras, head, entries, rows, nbytes)
-
-
 # ---------------------------------------------------------------------- copying
 
 
@@ -387,7 +235,7 @@ def snapshot(task: SaveTask, take: Callable[[int], Tensor]) -> list[Tensor]:
     for file in task.files.result():
         image = take(file.nbytes)
         image[: len(file.head)].copy_(torch.frombuffer(bytearray(file.head), dtype=torch.uint8))
-        for entry, values in _values(task.local, file):
+        for entry, values in values_of(task.local, file):
             place = image[entry.offset : entry.offset + entry.nbytes]
             if values is None:
                 place.zero_()
@@ -494,7 +342,7 @@ def _reserve(
 
 
 def _writer(task: SaveTask, file: PlannedFile) -> contextlib.AbstractContextManager[BlockWriter]:
-    buffers = _num_buffers(task.options)
+    buffers = num_buffers(task.options)
     return contextlib.closing(BlockWriter(_path(task, file), file.nbytes, buffers=buffers))
 
 
@@ -505,7 +353,7 @@ def _write(
     files = []
     for file, writer, image in zip_longest(task.files.result(), writers, images):
         done = 0
-        for data in _bytes(task, file, image):
+        for data in bytes_of_file(task, file, image):
             writer.write(data)
             if done < file.nbytes / 2 <= done + len(data):
                 task.at("half")
@@ -523,7 +371,7 @@ def _write(
                 dtype_name(buffers[name].dtype, where=f"buffer {name!r}"),
                 list(buffers[name].shape),
             ]
-            for name in _own_buffers(task.decision, state, task.control_group.rank)
+            for name in buffers_of_rank(task.decision, state, task.control_group.rank)
         },
         "tree": state.metadata.own,
         "scalars": state.scalars,
@@ -569,41 +417,7 @@ def _publish(task: SaveTask, manifest: str) -> None:
     task.at("pruned")
 
 
-# ---------------------------------------------------------------------- bytes
-
-
-def _bytes(task: SaveTask, file: PlannedFile, image: Tensor | None) -> Iterator[memoryview]:
-    """The file from start to end. Each part is valid until the next one."""
-    if image is not None:
-        yield bytes_of(image)
-        return
-    yield memoryview(file.head)
-    staging = None
-    for entry, values in _values(task.local, file):
-        if values is None:
-            yield memoryview(bytes(entry.nbytes))
-        elif values.device.type == "cpu":
-            yield bytes_of(values)
-        else:
-            if staging is None:
-                nbytes = min(_STAGING_NBYTES, task.options.max_buffer_nbytes // 4)
-                staging = host_bytes(nbytes - nbytes % 64, values.device)
-            whole = staging.view(values.dtype)
-            for part in values.split(whole.numel()):
-                whole[: part.numel()].copy_(part)
-                yield bytes_of(whole[: part.numel()])
-
-
-def _values(local: LocalState, file: PlannedFile) -> Iterator[tuple[TensorEntry, Tensor | None]]:
-    """Each entry and its values, in the order of the file. None: padding, to be written as zeros."""
-    values = chain(
-        (p.values for unit in file.units for p in local.visit(unit)),
-        (t.detach().contiguous() for t in file.extras.values()),
-    )
-    for entry in file.entries:
-        yield entry, None if entry.key.startswith("pad:") else next(values).view(-1)
-    for _ in values:
-        raise AssertionError("there is more to save than was planned")
+# ---------------------------------------------------------------------- what is reported
 
 
 def _digest_parts(local: LocalState, units: Iterable[Unit]) -> dict[str, int]:

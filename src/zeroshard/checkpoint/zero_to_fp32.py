@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.bin_files import write_bins
 from zeroshard.checkpoint.export import (
     chosen_parameters,
     converted,
     export_checkpoint,
     saved_pieces,
-    write_bins,
 )
 from zeroshard.checkpoint.export_plan import (
     MAX_SHARD_SIZE,

@@ -247,7 +247,7 @@ def rows(directory: Path) -> list[Row]:
 
 
 def _row(path: Path, latest: str) -> Row | None:
-    from zeroshard.checkpoint.deepspeed.reader import is_deepspeed
+    from zeroshard.checkpoint.deepspeed.files import is_deepspeed
     from zeroshard.checkpoint.manifest import MANIFEST
     from zeroshard.checkpoint.reader import CheckpointReader
 
@@ -359,7 +359,7 @@ def _path(directory: Path, tag: str | None) -> Path:
         CheckpointError: there is none.
         UsageError: ``directory`` is itself a checkpoint, and not the one with ``tag``.
     """
-    from zeroshard.checkpoint.deepspeed.reader import is_deepspeed
+    from zeroshard.checkpoint.deepspeed.files import is_deepspeed
     from zeroshard.checkpoint.directory import resolve
     from zeroshard.checkpoint.manifest import MANIFEST
 

@@ -23,7 +23,7 @@ def explain_command(run: RunArgument, as_json: AsJson = False) -> None:
 
 
 def _values(run: DeadRun) -> dict[str, Any]:
-    from zeroshard.watchdog.diagnosis import call_text, position_text
+    from zeroshard.watchdog.diagnosis_text import call_text, position_text
 
     ranks = []
     for rank, status in run.statuses.items():

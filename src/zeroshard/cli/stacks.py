@@ -91,7 +91,7 @@ def _text(folder: Path, seen: RunView) -> str:
 
 
 def _line(view: RankView) -> str:
-    from zeroshard.watchdog.diagnosis import position_text
+    from zeroshard.watchdog.diagnosis_text import position_text
 
     status = view.status
     step = f", step {status.flight.step}" if status.flight is not None else ""

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeroshard.comm.entries import Entry
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.host import shut_down
-from zeroshard.comm.recorder import Entry, Item, Recorder
+from zeroshard.comm.recorder import Item, Recorder
 from zeroshard.errors import RankLost, UsageError
 
 _SLICE = timedelta(seconds=1)

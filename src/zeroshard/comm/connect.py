@@ -12,17 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from zeroshard.comm.agreement import ControlGroup, namespace, ranks_key, run_on_all_ranks
-from zeroshard.comm.agreement import Store as AgreeStore
+from zeroshard.comm.agreement import ControlGroup, run_on_all_ranks
 from zeroshard.comm.collectives import Comm, ErrorExplainer, ProcessGroupComm, SoloComm
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.gloo import GlooComm
 from zeroshard.comm.host import Process, host_number, new_sockets, open_sockets
 from zeroshard.comm.p2p import P2PComm, open_links
+from zeroshard.comm.peer_memory import PeerMemory, apart, open_peer_memory
 from zeroshard.comm.planned import PLANNED, processes_of
 from zeroshard.comm.recorder import Recorder
-from zeroshard.comm.shm import PeerMemory, ShmComm, apart, open_peer_memory
+from zeroshard.comm.shm import ShmComm
 from zeroshard.comm.shm_messages import ShmLink
+from zeroshard.comm.store_keys import Store as AgreeStore
+from zeroshard.comm.store_keys import namespace, ranks_key
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import ConfigError, LaunchError, UsageError
 

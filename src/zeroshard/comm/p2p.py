@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from zeroshard.comm.agreement import Store as AgreeStore
-from zeroshard.comm.agreement import namespace, ranks_key
 from zeroshard.comm.collectives import (
     DONE,
     ErrorExplainer,
@@ -32,6 +30,8 @@ from zeroshard.comm.collectives import (
 from zeroshard.comm.host import shut_down
 from zeroshard.comm.recorder import TAG_BITS, Item, Recorder
 from zeroshard.comm.scratch import KeepsScratch, Scratch
+from zeroshard.comm.store_keys import Store as AgreeStore
+from zeroshard.comm.store_keys import namespace, ranks_key
 
 
 class Links(Protocol):

@@ -27,9 +27,9 @@ Invariants, and what breaks without them:
   marks (``Ring.await_readers``). Otherwise a slow rank reads data of a later collective.
 * A source that was published under another tag counts as not published. Ranks that call different
   collectives therefore wait, and the watchdog names them; without tags they would sum unrelated tensors.
-* A slot is reused after :data:`RING` collectives. ``Ring.begin`` first finishes this rank's pending
-  handle of the old collective, then waits until all ranks have marked it. Every rank does so at the
-  same number, so none waits for a rank that waits for it. Without it a rank could miss what was
+* A slot is reused after :data:`~.shared_memory.RING` collectives. ``Ring.begin`` first finishes this
+  rank's pending handle of the old collective, then waits until all ranks have marked it. Every rank does
+  so at the same number, so none waits for a rank that waits for it. Without it a rank could miss what was
   published.
 * The source of a large broadcast waits for its readers for at most a second. Without that limit, ranks
   that wait for their handles in different orders would block each other.
@@ -37,18 +37,11 @@ Invariants, and what breaks without them:
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import json
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from zeroshard.comm.agreement import Store, exchange
 from zeroshard.comm.collectives import (
     DONE,
     ErrorExplainer,
@@ -57,102 +50,16 @@ from zeroshard.comm.collectives import (
     closed,
     sum_in_rank_order,
 )
-from zeroshard.comm.host import Process, fate_of, this_process
+from zeroshard.comm.peer_memory import PeerMemory
 from zeroshard.comm.recorder import Item, Recorder
-from zeroshard.comm.shared_memory import INLINE_NBYTES, RING, Arena, Block, PeerMapping, unavailable
+from zeroshard.comm.shared_memory import INLINE_NBYTES
+from zeroshard.comm.shm_ring import Pending, Ring, move_bytes
 
-#: Looks at the control block before a wait sleeps. All of them take a few microseconds.
-_LOOKS = 32
-#: The longest sleep. Between sleeps Python handles signals, and the peer's process is checked.
-_SLICE_S = 0.25
-_POLL_S = 0.0005  # pause between two looks for a mark, which wakes no sleeper
 #: A large broadcast travels in at most ``_PIECES`` pieces of at least ``_PIECE_NBYTES`` bytes.
 _PIECES = 64
 _PIECE_NBYTES = 1 << 18
 #: The number of pieces that the source holds copies of, and how long it lets the readers catch up.
 AHEAD = 4
-_CATCH_UP_S = 1.0
-NOWHERE = (0, 0, 0)
-_move = ctypes.memmove
-
-
-class PeerMemory(NamedTuple):
-    """This rank's arena, the mappings of the others, and all processes, by rank inside the group."""
-
-    arena: Arena
-    mappings: Mapping[int, PeerMapping]
-    processes: Sequence[Process]
-
-
-def open_peer_memory(
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    timeout_s: float,
-    check: Callable[[Sequence[int]], None] = lambda _missing: None,
-) -> PeerMemory | str:
-    """Open each other's memory, or return why that is impossible: the same on all ranks. Collective.
-
-    ``store`` is a key space that only this call uses; ``check`` may end its waits by raising.
-    """
-    wait = functools.partial(exchange, store, rank, size, timeout_s=timeout_s, check=check)
-    arena, why = _own_arena(rank)
-    mine = {"why": why, "process": asdict(this_process()), "fd": -1, "token": 0}
-    if arena is not None:
-        mine |= {"fd": arena.fd, "token": arena.control.token}
-    cards = [json.loads(text) for text in wait(json.dumps(mine), key="card")]
-    processes = [Process(**card["process"]) for card in cards]
-    why = next((card["why"] for card in cards if card["why"]), "") or apart(processes)
-    mappings: Mapping[int, PeerMapping] = {}
-    if not why:
-        mappings, why = _mappings(rank, processes, cards)
-    # No rank goes on before all have opened all. After that a process may end at any time.
-    answers = wait(why, key="opened")
-    why = next((answer for answer in answers if answer), "")
-    if arena is None:
-        return why
-    if why:
-        arena.close()
-        return why
-    return PeerMemory(arena, mappings, processes)
-
-
-def _own_arena(rank: int) -> tuple[Arena | None, str]:
-    """The memory that this rank shares; without it the reason."""
-    if why := unavailable():
-        return None, why
-    try:
-        return Arena(), ""
-    except OSError as error:
-        return None, f"rank {rank} cannot create shared memory: {error}"
-
-
-def _mappings(
-    rank: int, processes: Sequence[Process], cards: Sequence[Mapping[str, Any]]
-) -> tuple[dict[int, PeerMapping], str]:
-    """The memory of the other ranks, as far as it can be opened, and why the next one cannot."""
-    mappings: dict[int, PeerMapping] = {}
-    for peer, card in enumerate(cards):
-        if peer == rank:
-            continue
-        try:
-            mappings[peer] = PeerMapping(processes[peer].pid, card["fd"], card["token"])
-        except OSError as error:
-            return mappings, (
-                f"rank {rank} cannot open the memory of rank {peer}: {error.strerror or error}"
-            )
-    return mappings, ""
-
-
-def apart(processes: Sequence[Process]) -> str:
-    """Why the processes of these ranks cannot share memory; "" if they can."""
-    first = processes[0]
-    for rank, process in enumerate(processes):
-        if not process.space or process.space != first.space:
-            there = "in another container" if process.host == first.host else f"on {process.host}"
-            return f"rank 0 runs on {first.host}, rank {rank} {there}"
-    return ""
 
 
 class ShmComm(RecordedComm):
@@ -253,10 +160,10 @@ class ShmComm(RecordedComm):
         seq = ring.begin(item)
         ring.post_inline(seq, item, vector)
         first = rows.data_ptr()
-        _move(first + self.rank * nbytes, vector.data_ptr(), nbytes)
+        move_bytes(first + self.rank * nbytes, vector.data_ptr(), nbytes)
         for peer, mapping in ring.mappings:
             ring.await_post(item, seq, peer, mapping)
-            _move(first + peer * nbytes, mapping.control.inline(seq), nbytes)
+            move_bytes(first + peer * nbytes, mapping.control.inline(seq), nbytes)
         ring.control.mark_done(seq)
         return rows
 
@@ -312,226 +219,6 @@ def piece_numel(numel: int, itemsize: int) -> int:
     return max(-(-numel // _PIECES), _PIECE_NBYTES // itemsize)
 
 
-class Ring:
-    """Publishes this rank's sources and waits for those of the others. Handles keep it alive.
-
-    A slot is reused after :data:`RING` collectives. :meth:`begin` then finishes the old collective on
-    this rank and waits until all ranks have read it, so that no rank misses a source however many
-    collectives are in flight.
-    """
-
-    def __init__(
-        self,
-        meeting: PeerMemory,
-        *,
-        rank: int,
-        ranks: Sequence[int],
-        recorder: Recorder,
-        guard: ErrorExplainer,
-        timeout_s: float,
-    ) -> None:
-        self.arena = meeting.arena
-        self.control = meeting.arena.control
-        self.rank = rank
-        self.size = len(ranks)
-        # Start with the neighbour, so that not every rank reads from rank 0 first.
-        order = [(rank + i) % len(ranks) for i in range(1, len(ranks))]
-        self.mappings = [(peer, meeting.mappings[peer]) for peer in order]
-        self.arena.readers = [mapping.control for _, mapping in self.mappings]
-        self._processes = meeting.processes
-        self._ranks = ranks
-        self._recorder = recorder
-        self._guard = guard
-        self._timeout_s = timeout_s
-        self._seq = 0
-        self._aborted = False
-        self.pending: dict[int, Pending] = {}
-
-    def mapping(self, peer: int) -> PeerMapping:
-        """The memory of ``peer``, a rank inside the group."""
-        return self.mappings[(peer - self.rank - 1) % self.size][1]
-
-    # -- sources -----------------------------------------------------------------------------------
-
-    def begin(self, item: Item) -> int:
-        """The sequence number of a new collective, whose slot is free.
-
-        Raises:
-            DistributedError: the waits were aborted; the guard decides which error it is.
-        """
-        if self._aborted:  # a late rank would find what the others had published, and go on alone
-            others = [rank for rank in self._ranks if rank != self._ranks[self.rank]]
-            raise self._guard.explain(item, others, "the wait was ended")
-        self._seq = seq = self._seq + 1
-        old = seq - RING
-        if old > 0:
-            pending = self.pending.get(old)
-            if pending is not None:
-                pending.wait()
-            self.await_read(item, old)
-        return seq
-
-    def block(self, nbytes: int, *, slack: int = 2) -> Block:
-        """A free block of at least ``nbytes``."""
-        block: Block = self.arena.take(nbytes, slack=slack)
-        return block
-
-    def post_copy(self, seq: int, item: Item, parts: Sequence[Tensor]) -> None:
-        """Publish a copy of ``parts``, one after another, so that the caller may write its tensors."""
-        nbytes = sum(part.nbytes for part in parts)
-        block = self.block(nbytes)
-        block.use(block.nbytes)
-        begin = 0
-        for part in parts:
-            end = begin + part.nbytes
-            block.bytes[begin:end].view(part.dtype).copy_(part)
-            begin = end
-        block.reads.append(seq)
-        self.control.publish(seq, item[2], (block.offset, block.nbytes, 0), nbytes)
-
-    def post_in_place(self, seq: int, item: Item, tensor: Tensor) -> bool:
-        """Publish ``tensor`` where it lies; False if it does not lie in a block of the arena."""
-        block = self.arena.block_of(tensor)
-        if block is None:
-            return False
-        block.reads.append(seq)
-        begin = tensor.data_ptr() - block.bytes.data_ptr()
-        self.control.publish(seq, item[2], (block.offset, block.nbytes, begin), tensor.nbytes)
-        return True
-
-    def post_inline(self, seq: int, item: Item, tensor: Tensor) -> None:
-        """Publish the bytes of a small tensor inside the slot."""
-        _move(self.control.inline(seq), tensor.data_ptr(), tensor.nbytes)
-        self.control.publish(seq, item[2], NOWHERE, tensor.nbytes)
-
-    # -- waiting -----------------------------------------------------------------------------------
-
-    def await_post(self, item: Item, seq: int, peer: int, mapping: PeerMapping) -> None:
-        """Return when ``peer`` has published collective ``item`` under the number ``seq``.
-
-        Raises:
-            DistributedError: ``peer`` ended, closed its communicator or took longer than the timeout, or
-                the waits were aborted; the guard decides which error it is.
-        """
-        has, tag = mapping.control.has, item[2]
-        for _ in range(_LOOKS):
-            if has(seq, tag):
-                return
-        self._wait(item, peer, mapping, seq, posted=True)
-
-    def await_read(self, item: Item, seq: int) -> None:
-        """Return when all ranks have read all that they need of ``seq``; raises as :meth:`await_post`."""
-        for peer, mapping in self.mappings:
-            if not mapping.control.is_done(seq):
-                self._wait(item, peer, mapping, seq, posted=False)
-
-    def await_readers(self, item: Item, tensor: Tensor) -> None:
-        """Return when all ranks have read what was published from the block of ``tensor``.
-
-        Called before this communicator itself writes into ``tensor``.
-        """
-        block = self.arena.blocks.get(tensor.untyped_storage().data_ptr())
-        if block is not None and not block.is_read_by(self.arena.readers):
-            for seq in sorted(block.reads):
-                self.await_read(item, seq)
-
-    def catch_up(self, item: Item, seq: int) -> None:
-        """Wait up to a second for the other ranks to read ``seq``, so that few copies are in flight.
-
-        Not longer: a rank that waits for its handles in another order may need what this rank starts
-        next.
-        """
-        until_s = time.monotonic() + _CATCH_UP_S
-        began_s = self._recorder.begin_wait(item)
-        try:
-            for _, mapping in self.mappings:
-                control = mapping.control
-                while not (control.closed or self._aborted):
-                    event = control.event
-                    if control.is_done(seq) or time.monotonic() > until_s:
-                        break
-                    control.sleep(event, _SLICE_S)
-        finally:
-            self._recorder.end_wait(item, began_s)
-
-    def _wait(self, item: Item, peer: int, mapping: PeerMapping, seq: int, *, posted: bool) -> None:
-        """Sleep until ``peer`` has published ``seq`` (``posted``), or has read it.
-
-        Raises as :meth:`await_post`.
-        """
-        control, process = mapping.control, self._processes[peer]
-        here = self._processes[self.rank]
-        slice_s = _SLICE_S if posted else _POLL_S  # a mark wakes no sleeper
-        begun_s = looked_s = time.monotonic()
-        gone = ""
-        began_s = self._recorder.begin_wait(item)
-        try:
-            while True:
-                # Read before the look below: what the peer did before its end still counts.
-                over = gone or ("it closed its communicator" if control.closed else "")
-                event = control.event
-                if control.has(seq, item[2]) if posted else control.is_done(seq):
-                    return
-                now_s = time.monotonic()
-                if self._aborted:
-                    over = over or "the wait was ended"
-                elif now_s > begun_s + self._timeout_s:
-                    over = over or f"nothing was received for {self._timeout_s:.0f} s"
-                if over:
-                    self._fail(item, peer, over)
-                control.sleep(event, slice_s) if posted else time.sleep(slice_s)
-                if now_s > looked_s + _SLICE_S / 2:
-                    looked_s = now_s
-                    fate, words = fate_of(process, here)
-                    gone = words if fate == "gone" else ""
-        finally:
-            self._recorder.end_wait(item, began_s)
-
-    def _fail(self, item: Item, peer: int, detail: str) -> NoReturn:
-        raise self._guard.explain(item, [self._ranks[peer]], detail)
-
-    # -- the end -----------------------------------------------------------------------------------
-
-    def hold(self, pending: Pending, *seqs: int) -> None:
-        """Remember the handle of the collectives ``seqs`` until it has been waited for."""
-        self.pending.update(dict.fromkeys(seqs, pending))
-
-    def abort(self) -> None:
-        """Make every wait fail from now on."""
-        self._aborted = True
-        for _, mapping in self.mappings:
-            mapping.control.wake()
-
-    def close(self) -> None:
-        """Publish nothing more. Collectives in flight can still be waited for."""
-        self.pending.clear()
-        self.control.close()
-
-
-class Pending:
-    """A collective in flight, of one or more sequence numbers. Keeps its buffers alive until the wait."""
-
-    __slots__ = ("_item", "_ring", "_seqs")
-
-    def __init__(self, ring: Ring, item: Item, *seqs: int) -> None:
-        self._ring: Ring | None = ring
-        self._item = item
-        self._seqs = seqs
-        ring.hold(self, *seqs)
-
-    def wait(self) -> None:
-        ring, self._ring = self._ring, None
-        if ring is not None:
-            self.complete(ring)
-            for seq in self._seqs:
-                ring.control.mark_done(seq)
-                ring.pending.pop(seq, None)
-
-    def complete(self, ring: Ring) -> None:
-        """Read what this rank needs of the other ranks' memory."""
-        raise NotImplementedError
-
-
 class _Gather(Pending):
     __slots__ = ("_slices",)
 
@@ -584,7 +271,7 @@ class _SmallArrival(Pending):
         flat, (seq,), mapping = self._flat, self._seqs, ring.mapping(self._src)
         del self._flat
         ring.await_post(self._item, seq, self._src, mapping)
-        _move(flat.data_ptr(), mapping.control.inline(seq), flat.nbytes)
+        move_bytes(flat.data_ptr(), mapping.control.inline(seq), flat.nbytes)
 
 
 class _Arrival(Pending):

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zeroshard.comm.collectives import ErrorExplainer, NoExplainer
+from zeroshard.comm.peer_memory import PeerMemory
 from zeroshard.comm.recorder import Item, Recorder
-from zeroshard.comm.shm import NOWHERE, PeerMemory, Pending, Ring
+from zeroshard.comm.shm_ring import NOWHERE, Pending, Ring
 
 
 class ShmLink:

@@ -25,7 +25,7 @@ from zeroshard.deepspeed.optimizer import ForwardingOptimizer, optimizer_of
 from zeroshard.deepspeed.parameters import mark_parameters
 from zeroshard.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from zeroshard.errors import UnsupportedError
-from zeroshard.zero.access import GatheredParameters
+from zeroshard.zero.gathered import GatheredParameters
 
 
 class DeepSpeedEngine(ForwardingEngine):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zeroshard.deepspeed.symbols import ZeroParamStatus
 from zeroshard.errors import UsageError
 from zeroshard.zero import sharded_parameter
-from zeroshard.zero.access import GatheredParameters
+from zeroshard.zero.gathered import GatheredParameters
 from zeroshard.zero.param_bucket import BucketedParameter, ParamBucket
 from zeroshard.zero.unit import Unit, UnitState
 

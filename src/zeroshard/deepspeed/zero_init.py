@@ -13,7 +13,7 @@ from zeroshard.deepspeed.collectives import get_world_size
 from zeroshard.deepspeed.config_model import model_config
 from zeroshard.deepspeed.parameters import is_zero_param, mark_parameters
 from zeroshard.errors import UsageError
-from zeroshard.zero import access, init
+from zeroshard.zero import gathered, init
 
 
 class Init(init.Init):
@@ -67,7 +67,7 @@ class Init(init.Init):
             mark_parameters([param])
 
 
-class GatheredParameters(access.GatheredParameters):
+class GatheredParameters(gathered.GatheredParameters):
     """:class:`zeroshard.zero.GatheredParameters`."""
 
 

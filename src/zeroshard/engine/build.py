@@ -50,8 +50,9 @@ from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of, tell_if_slow
 from zeroshard.precision.loss_scaler import LossScaler, scaler_from
 from zeroshard.precision.policy import Policy
+from zeroshard.session.comm_session import CommSession
 from zeroshard.session.join import join_ranks
-from zeroshard.session.session import CommSession, decline, open_session
+from zeroshard.session.session import decline, open_session
 from zeroshard.zero.access import UnitOptimState
 from zeroshard.zero.clip import DataExchange, NormExchange, num_words
 from zeroshard.zero.hooks import StepHooks

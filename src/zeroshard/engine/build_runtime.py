@@ -44,7 +44,7 @@ from zeroshard.offload.offload_plan import (
 )
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.twin import rebind
-from zeroshard.session.session import CommSession
+from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.copy_sums import CopySums
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.life import Life

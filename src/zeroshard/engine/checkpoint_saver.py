@@ -23,16 +23,9 @@ from torch import Tensor
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import json_state, rng
 from zeroshard.checkpoint.local_state import LocalState, other_names, persistent_buffers
-from zeroshard.checkpoint.save import (
-    SaveTask,
-    files_of_rank,
-    no_fault,
-    plan,
-    run,
-    snapshot,
-    write_nbytes,
-)
+from zeroshard.checkpoint.save import no_fault, plan, run, snapshot
 from zeroshard.checkpoint.save_decisions import CheckpointMetadata, Options
+from zeroshard.checkpoint.save_layout import SaveTask, files_of_rank, write_nbytes
 from zeroshard.checkpoint.zero_to_fp32 import SCRIPT
 from zeroshard.comm.agreement import Attempt, ControlGroup, attempt
 from zeroshard.comm.env import RankInfo

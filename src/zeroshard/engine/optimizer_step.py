@@ -26,7 +26,7 @@ from zeroshard.metrics.step_report import StepReport
 from zeroshard.offload.async_update import PendingUpdates
 from zeroshard.optim.schedulers import schedule_restore, schedule_snapshot
 from zeroshard.precision.loss_scaler import DynamicScale, LossScaler
-from zeroshard.session.session import CommSession
+from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.clip import (
     NO_LOSS,
     GlobalNorm,

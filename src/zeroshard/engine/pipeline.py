@@ -28,7 +28,7 @@ from zeroshard.zero.reduce import BackwardKind
 from zeroshard.zero.unit import Unit
 
 if TYPE_CHECKING:
-    from zeroshard.session.session import CommSession
+    from zeroshard.session.comm_session import CommSession
 
 REFUSED = {
     "forward": "runs the whole model, of which this rank has a part",

@@ -23,7 +23,7 @@ from torch import nn
 
 from zeroshard.comm.env import RankInfo
 from zeroshard.config import LoadedConfig
-from zeroshard.config.resolve import WATCHERS
+from zeroshard.config.loaded import WATCHERS
 from zeroshard.core.files import write_for_this_user
 from zeroshard.core.mesh import Mesh
 from zeroshard.parallel.split import PipelineModel

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import UsageError
-from zeroshard.session.session import CommSession
+from zeroshard.session.comm_session import CommSession
 from zeroshard.watchdog.stop_agreement import StopAgreement
 from zeroshard.watchdog.stop_signals import StopSignals
 

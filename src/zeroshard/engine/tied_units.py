@@ -23,7 +23,7 @@ from zeroshard.engine.param_groups import options_in_words
 from zeroshard.engine.unit_plan import UnitSpec
 from zeroshard.errors import UsageError
 from zeroshard.parallel.split import PipelineModel
-from zeroshard.session.session import CommSession
+from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.mesh_norm import TiedParts
 from zeroshard.zero.unit import Unit

@@ -141,10 +141,10 @@ class TrainingEngine(EngineBase):
         self.accumulation.is_dropped = True
 
     def _on_backward_begin(self, landed: bool) -> bool:
-        """Whether the backward that runs is one of a micro-batch. See :class:`StepHooks`.
+        """Whether the backward that runs is one of a micro-batch.
 
-        ``landed``: a gradient is ready. Before that, only a backward that :meth:`backward` started is
-        known to be one.
+        See :class:`~zeroshard.zero.hooks.StepHooks`. ``landed``: a gradient is ready. Before that, only
+        a backward that :meth:`backward` started is known to be one.
         """
         if not self.life.is_open:
             self.life.check("loss.backward()", "lp_params", "lp_grads")

@@ -16,7 +16,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from zeroshard.comm.recorder import Entry, Recorder
+from zeroshard.comm.entries import Entry
+from zeroshard.comm.recorder import Recorder
 from zeroshard.config import Config
 from zeroshard.core.ledger import RESTING, TEMPORARY, Ledger
 from zeroshard.metrics.monitors import BLOCKED_S, Monitors

@@ -16,20 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.agreement import (
-    FAILED,
-    Store,
-    alike_plans,
-    exchange,
-    mismatch_text,
-    namespace,
-    plans_of,
-    post_plan,
-    ranks_key,
-)
+from zeroshard.comm.agreement import alike_plans, mismatch_text, plans_of, post_plan
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
+from zeroshard.comm.store_keys import FAILED, Store, exchange, namespace, ranks_key
 from zeroshard.errors import RankMismatch, in_short
 from zeroshard.parallel.dropout_streams import draws
 from zeroshard.session.join import waiting_for_partners

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from zeroshard.planner.simulate import Simulation, Traffic, simulate
+from zeroshard.planner.simulate import simulate
+from zeroshard.planner.simulated import Simulation, Traffic
 
 __all__ = ["Simulation", "Traffic", "simulate"]

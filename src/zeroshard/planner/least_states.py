@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
 from zeroshard.planner.candidates import Strategy
-from zeroshard.planner.simulate import Simulation
+from zeroshard.planner.simulated import Simulation
 
 SURE = 0.9
 """The part of the result that is certain: padding of shards, which grows with the ranks, is less."""

@@ -39,7 +39,8 @@ from zeroshard.planner.own_batch import (
     shared_size,
 )
 from zeroshard.planner.plan import Plan, StageNeeds
-from zeroshard.planner.simulate import Simulation, simulate
+from zeroshard.planner.simulate import simulate
+from zeroshard.planner.simulated import Simulation
 from zeroshard.planner.step_time import StepTime, stage_times, step_time
 
 WITHOUT_EFFECT = {

@@ -11,7 +11,7 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.planner.allocations import Moment
 from zeroshard.planner.assumptions import NOT_MODELLED
 from zeroshard.planner.gpu_kernels import Target
-from zeroshard.planner.simulate import OUTSIDE_STEP, Simulation, highest
+from zeroshard.planner.simulated import OUTSIDE_STEP, Simulation, highest
 from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.timeline import columns, timeline
 

@@ -18,7 +18,7 @@ from zeroshard.core.sizes import decimal_text, mib, size_text
 from zeroshard.planner.candidates import Fit, Judged, StrategyKind
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
 from zeroshard.planner.plan import Change, Plan
-from zeroshard.planner.simulate import OUTSIDE_STEP, Simulation, highest
+from zeroshard.planner.simulated import OUTSIDE_STEP, Simulation, highest
 from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.timeline import blocks, timeline
 

@@ -29,7 +29,7 @@ from zeroshard.comm.connect import make_comm
 from zeroshard.comm.env import current_rank_info
 from zeroshard.config.machine_file import rate_at
 from zeroshard.engine.engine import Engine
-from zeroshard.planner.step_time import sent_part
+from zeroshard.planner.prices import sent_part
 from zeroshard.planner.updated import updated_by
 from zeroshard.planner.work import attention_backward_flop, attention_flop
 from zeroshard.run.cgroup import read_rss_nbytes

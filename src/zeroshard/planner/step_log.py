@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from zeroshard.comm.collectives import RecordedComm
-from zeroshard.comm.recorder import Entry, Recorder
+from zeroshard.comm.entries import Entry
+from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.simulation import CallLog, Histories
 from zeroshard.comm.stage_messages import StageMessages
 from zeroshard.planner.allocations import Allocations, Held

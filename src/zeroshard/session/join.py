@@ -27,8 +27,6 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.rendezvous import rendezvous
 
-from zeroshard.comm.agreement import Store as AgreeStore
-from zeroshard.comm.agreement import arrive, outcome
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.env import (
     DEFAULT_TIMEOUT,
@@ -44,12 +42,15 @@ from zeroshard.comm.env import (
 )
 from zeroshard.comm.host import hung_up, open_sockets, sibling_ranks
 from zeroshard.comm.recorder import PRESENCE, recording_dir
+from zeroshard.comm.store_keys import Store as AgreeStore
+from zeroshard.comm.store_keys import arrive, outcome
 from zeroshard.errors import LaunchError, RankLate, RankLost
 from zeroshard.run.address import check_address
 from zeroshard.run.blame import tell_launcher
 from zeroshard.run.cgroup import is_stopped
 from zeroshard.run.listening import interface_socket, listening_socket
-from zeroshard.watchdog.diagnosis import Diagnosis, RankStatus, Wait, diagnose
+from zeroshard.watchdog.diagnosis import diagnose
+from zeroshard.watchdog.findings import Diagnosis, RankStatus, Wait
 from zeroshard.watchdog.messages import StoreLost, watchdog_namespace
 from zeroshard.watchdog.rank_status import stack_line
 from zeroshard.watchdog.run_record import StorePlace

@@ -3,51 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import re
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from zeroshard.comm.agreement import (
-    FAILED,
-    ControlGroup,
-    Store,
-    agree_plan,
-    cards_of,
-    look,
-    numbered_namespace,
-    post_plan,
-    ranks_key,
-)
-from zeroshard.comm.collectives import Comm, first_line, queues_on_device
+from zeroshard.comm.agreement import ControlGroup, agree_plan, cards_of, post_plan
+from zeroshard.comm.collectives import Comm, queues_on_device
 from zeroshard.comm.connect import DeviceUse, check_devices, default_store, device_use, make_comm
 from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
-from zeroshard.comm.host import Process, shut_down, this_process
-from zeroshard.comm.layer_calls import LayerCalls, forget_layers, watch_layers
+from zeroshard.comm.host import Process, this_process
 from zeroshard.comm.recorder import PRESENCE, Recorder, sweep_recordings
-from zeroshard.comm.two_hop import TwoHopComm
+from zeroshard.comm.store_keys import FAILED, Store, look, numbered_namespace, ranks_key
 from zeroshard.config.sections import TrustConfig
 from zeroshard.core.mesh import DIMS, Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import (
     DistributedError,
     LaunchError,
-    RankDivergence,
-    RankLost,
-    UsageError,
-    ZeroShardError,
 )
+from zeroshard.session.comm_session import CommSession
 from zeroshard.session.join import own_client, place_of, store_rank, watchdog_of
 from zeroshard.session.opener import (
     GroupKind,
@@ -57,237 +38,16 @@ from zeroshard.session.opener import (
     groups_of,
     own_group,
 )
-from zeroshard.session.watch import SessionWatch, divergence_text
+from zeroshard.session.watch import SessionWatch
 from zeroshard.version import __version__
-from zeroshard.watchdog.lone_reads import LoneReadCheck
 from zeroshard.watchdog.messages import LEAVERS, watchdog_namespace
 from zeroshard.watchdog.rank_status import Peer, Peers
 from zeroshard.watchdog.run_record import RanksFile, write_ranks
 from zeroshard.watchdog.settings import WatchdogSettings
-from zeroshard.watchdog.stop_agreement import StopAgreement
-from zeroshard.watchdog.stop_signals import StopSignals
 from zeroshard.watchdog.tracked_calls import calls_of
-from zeroshard.watchdog.uncaught import leave_uncaught, watch_uncaught
+from zeroshard.watchdog.uncaught import watch_uncaught
 
 _END_OF_ERROR = "\0"
-P = ParamSpec("P")
-T = TypeVar("T")
-
-_CONNECTION = re.compile(r"[Cc]onnection (closed|reset)|[Bb]roken pipe|Read error|gloo|NCCL")
-"""How errors of torch's transports speak of a connection that broke."""
-
-
-@dataclass(eq=False)
-class CommSession:
-    """Communicators of one engine or of one model under construction, and the watch over them.
-
-    ``gathers`` and ``reductions`` are two objects on NCCL if both run at the same time, since the
-    collectives of one NCCL communicator run one after the other. Else they are one object. They share one
-    recorder: there is one order of calls. Their ranks are a shard group; if it has replicas, they have
-    two hops, and the second hop has a recorder of its own. ``world``
-    connects all ranks; without a mesh it is ``gathers``. Else it has a recorder of its own, because the
-    groups of a mesh may call different collectives. ``ties``: for each set of pipeline ranks that hold
-    a tied weight and of which this rank's is one, the ranks that hold the same part of it.
-    ``copies``: the ranks that hold the same parts as this one: its tensor group first, then the ranks of
-    it that share key/value heads.
-    ``control_group`` exchanges small texts while a rank may wait for a disk. ``session_watch`` is None
-    without a watchdog.
-    """
-
-    gathers: Comm
-    reductions: Comm
-    world: Comm
-    copies: list[Comm] = field(default_factory=list)
-    ties: dict[tuple[int, ...], Comm] = field(default_factory=dict)
-    session_watch: SessionWatch | None = None
-    make_control_group: Callable[[], ControlGroup] = ControlGroup
-    groups: list[dist.ProcessGroup] = field(default_factory=list)  # destroyed with the session
-    sockets: Mapping[int, str] = field(default_factory=dict)  # of ``groups``
-    pipeline: PipelineLinks | None = None  # between the ranks that hold the stages of one model
-    layers: Recorder | None = None  # of the collectives of layers, in the program's tensor groups
-
-    def place(self, kind: GroupKind, comms: Sequence[Comm]) -> None:
-        """Use ``comms`` for this rank's group of one kind: "holders", then "replicas"."""
-        if kind.tie:
-            self.ties[kind.tie] = comms[0]
-        elif kind.holds_copies:
-            self.copies.append(comms[0])
-        elif kind.name == "holders":
-            self.gathers, self.reductions = comms[0], comms[-1]
-        else:
-            inner = (self.gathers, self.reductions)
-            made = {comm: TwoHopComm(comm, comms[0]) for comm in inner}
-            self.gathers, self.reductions = (made[comm] for comm in inner)
-
-    @property
-    def tensor(self) -> Comm | None:
-        """This rank's tensor group; None without tensor ranks."""
-        return self.copies[0] if self.copies else None
-
-    @cached_property
-    def control_group(self) -> ControlGroup:
-        """Made at its first use, because it opens a connection to the store.
-
-        Raises:
-            RankLost: the process that serves the store has ended.
-        """
-        try:
-            return self.make_control_group()
-        except DistributedError:
-            raise
-        except RuntimeError as error:
-            raise RankLost(
-                "RankLost: the store that connects the ranks does not answer: "
-                f"{first_line(error)}. The process that serves it, often that of rank 0, has ended."
-            ) from error
-
-    @property
-    def recorder(self) -> Recorder:
-        """The record of the collectives over all ranks. It knows step and section."""
-        return self.world.recorder
-
-    @property
-    def recorders(self) -> list[Recorder]:
-        """The records of all that this rank has called and sent."""
-        return list(dict.fromkeys(comm.recorder for comm in self.comms))
-
-    @property
-    def comms(self) -> list[Comm]:
-        """Each communicator once, also the hops of one that has two."""
-        comms = (*self.ties.values(), *self.copies, self.reductions, self.gathers, self.world)
-        hops = [part for comm in comms for part in (comm, *getattr(comm, "hops", ()))]
-        return list({id(comm): comm for comm in hops}.values())
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """Bytes that the communicators keep for messages in flight."""
-        return sum(getattr(comm, "scratch_nbytes", 0) for comm in self.comms)
-
-    @property
-    def scratch_peak_nbytes(self) -> int:
-        """The most bytes that each communicator has kept, added up."""
-        return sum(getattr(comm, "scratch_peak_nbytes", 0) for comm in self.comms)
-
-    def divergence(self, comm: Comm, odd: Sequence[int]) -> Exception:
-        """The error for the ranks at positions ``odd`` of ``comm``, whose history differs."""
-        ranks = getattr(comm, "ranks", None)
-        odd = list(odd) if ranks is None else [ranks[at] for at in odd]
-        if self.session_watch is None:
-            return RankDivergence(divergence_text(odd))
-        return self.session_watch.settle(self.session_watch.part_of(comm.recorder), odd)
-
-    def explained(self, call: Callable[P, T]) -> Callable[P, T]:
-        """``call``, in which the program's own collectives may fail, as those of a tensor group.
-
-        Their transport knows only that a connection closed. The diagnosis of all ranks is raised instead,
-        if there is one.
-        """
-
-        @functools.wraps(call)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                return call(*args, **kwargs)
-            except RuntimeError as error:
-                if (found := self.explanation(error)) is None:
-                    raise
-                raise found from error
-
-        return guarded
-
-    def explanation(self, error: BaseException | None) -> Exception | None:
-        """The diagnosis of all ranks for an error of torch's transports; None: it is another error."""
-        if self.session_watch is None or isinstance(error, ZeroShardError):
-            return None
-        if not isinstance(error, RuntimeError) or not _CONNECTION.search(str(error)):
-            return None
-        return self.session_watch.ask()
-
-    def note_failure(self, text: str) -> None:
-        """Note that a call of this rank ended with an error. Reports of the same step say so."""
-        if self.session_watch is not None:
-            self.session_watch.note_failure(text)
-
-    def watch_layers(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Record the collectives of layers in these groups, which the program opened for tensor ranks."""
-        if self.layers is None:
-            return
-        weak = weakref.ref(self)
-
-        def explanation(error: RuntimeError) -> Exception | None:
-            session = weak()
-            return None if session is None else session.explanation(error)
-
-        for group in groups:
-            watch_layers(group, LayerCalls(self.layers, explanation))
-
-    def texts_of_all(self, texts: Sequence[str], device: torch.device, *, topic: str) -> list[str]:
-        """The texts of all ranks, each once, in the order of ranks. Collective.
-
-        Costs one small exchange of numbers if no rank has a text.
-        """
-        own = torch.tensor([float(len(texts))], dtype=torch.float64, device=device)
-        counts = self.world.all_gather_small(own, name=topic)
-        if isinstance(counts, FakeTensor) or not counts.any():
-            return list(texts)
-        rows = self.control_group.gather(json.dumps(list(texts)), topic=topic)
-        united = None
-        if rows is not None:
-            united = json.dumps(
-                list(dict.fromkeys(text for row in rows for text in json.loads(row)))
-            )
-        found: list[str] = json.loads(self.control_group.broadcast(united, topic=topic))
-        return found
-
-    def readers(self) -> LoneReadCheck | None:
-        """A check whether all ranks read together; None without a watchdog. Every rank has to use it.
-
-        None on a mesh too: there the reads of several groups have no common order.
-        """
-        if self.session_watch is None or self.world is not self.gathers:
-            return None
-        return self.session_watch.readers(self.recorder)
-
-    def stop_agreement(self, signals: StopSignals) -> StopAgreement:
-        """The agreement of all ranks to stop after a signal to one of them. Every rank has to use it.
-
-        Raises:
-            UsageError: there are several ranks and no watchdog, whose threads agree.
-        """
-        if self.session_watch is not None:
-            return self.session_watch.stop_agreement(signals, self.recorder.rank)
-        if self.world.size > 1:
-            raise UsageError(
-                "the configuration has preemption and trust.watchdog: false, but the threads of the "
-                "watchdog agree on the step at which all ranks stop. Remove one of the two keys."
-            )
-        return StopAgreement(signals)
-
-    def abort_groups(self) -> None:
-        """Make every blocked wait in the groups of a mesh fail now.
-
-        Destroying a group of gloo waits for its collectives in flight, which a dead rank never ends.
-        """
-        shut_down(self.sockets)
-        if self.pipeline is not None:
-            self.pipeline.abort()
-
-    def close(self, reason: str = "") -> None:
-        """End the watch, then the connections. ``reason``: the error that ended this engine, or ""."""
-        leave_uncaught(self)
-        if self.session_watch is not None:
-            self.session_watch.close(reason)
-        for comm in self.comms:
-            comm.close()
-        if self.pipeline is not None:
-            self.pipeline.messages.close()
-        if self.layers is not None:
-            forget_layers(self.layers)
-            self.layers.close()
-        if reason:
-            self.abort_groups()
-        while self.groups:  # closed once more after an error
-            with contextlib.suppress(ValueError):  # the program destroyed all groups before us
-                dist.destroy_process_group(self.groups.pop())
 
 
 def open_session(

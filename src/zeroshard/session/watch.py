@@ -24,7 +24,7 @@ from zeroshard.watchdog.watchdog import Watchdog
 
 
 class SessionWatch:
-    """The sequences of one :class:`~.session.CommSession`.
+    """The sequences of one :class:`~.comm_session.CommSession`.
 
     ``peers``: every rank's process and the path of its recording, by global rank. ``parts``: the
     sequences, first the collectives over all ranks.

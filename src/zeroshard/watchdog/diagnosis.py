@@ -6,110 +6,34 @@ Nothing here waits, reads a clock or touches a process.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from zeroshard import errors
-from zeroshard.comm.flight_recorder import FlightRecording, Record, rank_ranges
+from zeroshard.comm.flight_recorder import Record, rank_ranges
+from zeroshard.watchdog.diagnosis_text import (
+    call_text,
+    capitalized,
+    conditional,
+    cut,
+    doing_of,
+    host_of,
+    last_call,
+    line_of,
+    place_of,
+    records_of,
+    section_of,
+    what_follows,
+    whereabouts,
+)
+from zeroshard.watchdog.findings import READ, TORCH, Diagnosis, RankStatus, Wait
 from zeroshard.watchdog.settings import WatchdogSettings
 
-COLUMNS = 200
-READ = ", read"
-"""Suffix of the names of gathers that a program started by reading values; no module needed them."""
-TORCH = "torch.distributed"
-"""Label of the sequence of calls that a program itself makes. Their numbers are not known."""
 _CAUGHT = "let such an error end the program, or catch it on every rank"
 SET_UPS = "set-ups"
 """Label of the sequence of set-ups of engines and models."""
-_WORDS = {
-    "all_gather": "gather",
-    "reduce_scatter": "reduce",
-    "gather_small": "exchange",
-    "meet": "meeting",
-}
-SET_UP = frozenset({"initialize", "zero.Init", "from_pretrained"})
-"""Phases that have the time limit of the section ``setup``."""
-
-
-class Wait(NamedTuple):
-    """The call that a rank is blocked in: number ``seq`` of the sequence ``label``; ``what`` in words.
-
-    ``source``: the only rank that the call needs; None: it needs all. ``behind``: another thread than the
-    program's waits in it. ``collective``: it is a collective of an engine or of a model. ``members``: the
-    ranks of its group; empty: all.
-    """
-
-    label: str
-    seq: int
-    what: str
-    source: int | None = None
-    behind: bool = False
-    collective: bool = False
-    members: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """What is known of one rank when a stall is diagnosed.
-
-    ``flight``: its recording of the sequence that is asked about; None if it has not begun it.
-    ``fate``: ``runs``; ``absent`` (has not called ZeroShard yet, or has closed what it had); ``left``
-    (closed its engine); ``gone`` (its process ended); ``stopped`` (by a signal); ``waits`` (for a disk,
-    and did not answer); ``silent`` (its interpreter does not run). ``detail`` is the same in words.
-    ``stack``: where the main thread is, on one line. ``stacks``: all threads in full, for the file.
-    ``phase``: what the program does there (``forward``, ``save``...). ``wait``: what it is blocked in.
-    ``reached``: the number of its calls, by label of the sequence. ``failed``: what a call of this step
-    ended with on this rank, whose program goes on. ``frozen_s``: for how long it can have stood still;
-    None: as long as others have waited.
-    """
-
-    rank: int
-    flight: FlightRecording | None
-    fate: str = "runs"
-    detail: str = ""
-    answered: bool = True
-    blocked_s: float = 0.0
-    stack: str = ""
-    stacks: str = ""
-    host: str = ""
-    phase: str = ""
-    wait: Wait | None = None
-    reached: Mapping[str, int] = field(default_factory=dict)
-    failed: str = ""
-    frozen_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """``kind``: the name of an error class. ``ranks``: those it names. ``fatal``: it ends the run.
-
-    ``cause``: the ranks that are presumed the cause, and ``did``: what they did (``rank 1 <did>``), if it
-    ends the run because of that.
-    """
-
-    kind: str
-    fatal: bool
-    ranks: tuple[int, ...]
-    text: str
-    cause: tuple[int, ...] = ()
-    did: str = ""
-
-    def error(self) -> errors.DistributedError:
-        """The exception that a rank raises because of it."""
-        kind: type[errors.DistributedError] = getattr(errors, self.kind, errors.DistributedError)
-        error = kind(self.text)
-        error.ranks, error.did = self.cause, self.did
-        return error
-
-
-def diagnosis_of_values(values: Mapping[str, Any]) -> Diagnosis:
-    """The diagnosis of the values that :func:`dataclasses.asdict` gave, after their way through JSON."""
-    ranks = {name: tuple(values.get(name, ())) for name in ("ranks", "cause")}
-    return Diagnosis(**{**values, **ranks})
 
 
 class Difference(NamedTuple):
@@ -154,7 +78,7 @@ def _histories(statuses: Iterable[RankStatus]) -> list[tuple[dict[int, Record], 
     """
     alike: dict[tuple[int, int, int], tuple[dict[int, Record], list[int]]] = {}
     for status in statuses:
-        if records := _records(status):
+        if records := records_of(status):
             key = (records[-1].seq, records[-1].history, len(records))
             if key not in alike:
                 alike[key] = ({r.seq: r for r in records}, [])
@@ -268,7 +192,7 @@ def _blocked(status: RankStatus, label: str) -> Wait | None:
     flight = status.flight
     if status.wait is not None or flight is None or not flight.waiting:
         return status.wait
-    return Wait(label, flight.waiting, _place(status), collective=True)
+    return Wait(label, flight.waiting, place_of(status), collective=True)
 
 
 def _in_collective(status: RankStatus, label: str) -> bool:
@@ -308,7 +232,7 @@ class _Case:
             fix = 'Set a larger "trust": {"ring": ...} to keep the first difference.'
         else:
             who, did, fix = self._cause(found, by_rank)
-            cause = f"{_cap(rank_ranges(who))} {did}." if who else did
+            cause = f"{capitalized(rank_ranges(who))} {did}." if who else did
         lines += [f"  {agreed}{cause}", f"  {fix}"]
         ranks = sorted(by_rank) if tied else odd
         return self._diagnosis("RankDivergence", True, ranks, lines, who, did)
@@ -325,7 +249,8 @@ class _Case:
             if record.name.endswith(READ):
                 return (
                     ranks,
-                    f"read values of {record.name.removesuffix(READ)!r} alone{_at(by_rank[ranks[0]])}",
+                    f"read values of {record.name.removesuffix(READ)!r} alone"
+                    + line_of(by_rank[ranks[0]]),
                     "Fix: read them on every rank; every rank must send its part.",
                 )
         if (first.op, first.name) == (second.op, second.name):
@@ -339,9 +264,10 @@ class _Case:
             (first, second, few, many),
             (second, first, many, few),
         ):
-            if _follows(by_rank[whole[0]], skipped, comes, found.seq):
+            if what_follows(by_rank[whole[0]], skipped, comes, found.seq):
                 swapped = any(
-                    r.seq > found.seq and r.call == skipped.call for r in _records(by_rank[who[0]])
+                    r.seq > found.seq and r.call == skipped.call
+                    for r in records_of(by_rank[who[0]])
                 )
                 if swapped:
                     return (
@@ -350,16 +276,16 @@ class _Case:
                         "Fix: run the modules in the same order on every rank.",
                     )
                 # Only units are gathered; the layers of a tensor group are no units.
-                may = f"{_conditional(skipped)}, or " if skipped.op == "all_gather" else ""
+                may = f"{conditional(skipped)}, or " if skipped.op == "all_gather" else ""
                 return (
                     who,
-                    f"skipped {skipped.name!r}{_at(by_rank[who[0]])}",
+                    f"skipped {skipped.name!r}{line_of(by_rank[who[0]])}",
                     f"Fix: {may}let every rank run it.",
                 )
         fix = "Fix: run the same modules in the same order on every rank"
         if first.op == second.op == "all_gather":
-            fix += f"; for those skipped by chance (LayerDrop): {_conditional(first, second)}"
-        return (), "The ranks took different branches" + _at(by_rank[few[0]]) + ".", fix + "."
+            fix += f"; for those skipped by chance (LayerDrop): {conditional(first, second)}"
+        return (), "The ranks took different branches" + line_of(by_rank[few[0]]) + ".", fix + "."
 
     def parted(self, ring: list[RankStatus]) -> Diagnosis:
         """A ring: each of these ranks waits for a call that another makes only after its own wait."""
@@ -388,7 +314,7 @@ class _Case:
     def lost(self, lost: list[RankStatus]) -> Diagnosis:
         first = lost[0]
         what = first.detail or "its process ended"
-        lines = [f"  {rank_ranges([first.rank])}{_host(first)}: {what}{_last(first)}"]
+        lines = [f"  {rank_ranges([first.rank])}{host_of(first)}: {what}{last_call(first)}"]
         if len(lost) > 1:
             lines.append(f"  also: {rank_ranges(w.rank for w in lost[1:])}")
         else:
@@ -409,7 +335,7 @@ class _Case:
         stood_s = max(self.blocked_s if w.frozen_s is None else w.frozen_s for w in frozen)
         fatal = min(stood_s, self.blocked_s) >= self.limits.frozen_verdict_s
         lines = [
-            f"  {rank_ranges([w.rank])}{_host(w)}: {w.detail or 'does not answer'}{_last(w)}"
+            f"  {rank_ranges([w.rank])}{host_of(w)}: {w.detail or 'does not answer'}{last_call(w)}"
             for w in frozen[:2]
         ]
         if len(frozen) > 2:
@@ -426,7 +352,7 @@ class _Case:
         limit = self.limits.late_s(section)
         fatal = self.blocked_s >= limit
         lines = self._waits(waiting)[:1]
-        lines += [f"  rank {status.rank}: {_whereabouts(status)}" for status in late[:2]]
+        lines += [f"  rank {status.rank}: {whereabouts(status)}" for status in late[:2]]
         if len(late) > 2:
             lines[-1] = cut(lines[-1], 160) + f"; also {rank_ranges(ranks[2:])}"
         went_on = [w.rank for w in late if w.failed]
@@ -435,12 +361,11 @@ class _Case:
         going = f"Not ended; limit {limit:g} s{f' ({key})' if key else ''}."
         if went_on:
             did = "went on after an error that the others did not have"
-            lines.append(
-                f"  {_cap(rank_ranges(went_on))} {did}. {f'Fix: {_CAUGHT}{ended}' if fatal else going}"
-            )
+            then = f"Fix: {_CAUGHT}{ended}" if fatal else going
+            lines.append(f"  {capitalized(rank_ranges(went_on))} {did}. {then}")
         else:
             was, are = ("was", "is") if len(late) == 1 else ("were", "are")
-            line_and_caller = " < ".join(_whereabouts(late[0]).split(" < ")[:2])
+            line_and_caller = " < ".join(whereabouts(late[0]).split(" < ")[:2])
             did = f"{was} late, and the others gave up: {line_and_caller}"
             rest = "Fix: make this call on every rank" + ended
             lines.append(
@@ -452,7 +377,7 @@ class _Case:
 
     def _longest_section(self, statuses: Iterable[RankStatus]) -> str:
         """The section with the longest limit that one of these ranks is in; "": none is in one."""
-        return max(set(map(_section, statuses)) - {""}, key=self.limits.late_s, default="")
+        return max(set(map(section_of, statuses)) - {""}, key=self.limits.late_s, default="")
 
     def stuck(self) -> Diagnosis:
         fatal = self.blocked_s >= self.limits.stuck_s
@@ -474,14 +399,14 @@ class _Case:
     def _places(self, statuses: Iterable[RankStatus]) -> list[tuple[str, list[RankStatus]]]:
         groups: dict[str, list[RankStatus]] = defaultdict(list)
         for status in statuses:
-            groups[_place(status)].append(status)
+            groups[place_of(status)].append(status)
         return sorted(groups.items(), key=lambda g: (-len(g[1]), g[1][0].rank))
 
     def _line(self, place: str, group: Sequence[RankStatus]) -> str:
         """Where a group of ranks is, with the program's line of the first of them."""
-        doing = _doing(group[0])
+        doing = doing_of(group[0])
         doing = f" in {doing}" if doing and not place.endswith(f" {doing}") else ""
-        return f"  {rank_ranges(w.rank for w in group)}: {place}{doing}{_at(group[0])}"
+        return f"  {rank_ranges(w.rank for w in group)}: {place}{doing}{line_of(group[0])}"
 
     def _diagnosis(
         self, kind: str, fatal: bool, ranks: Iterable[int], lines: list[str],
@@ -500,105 +425,5 @@ class _Case:
         return Diagnosis(kind, fatal, tuple(sorted(ranks)), text, cause, did if cause else "")
 
 
-def call_text(record: Record, *, sizes: bool = False) -> str:
-    """A record in words: ``gather 'layers.0' (#19)``."""
-    op, _, rest = record.op.partition(" ")
-    what = f"{_WORDS.get(op, op)}{' ' + rest if rest else ''} {record.name!r} (#{record.seq})"
-    return f"{what} of {record.nbytes} bytes {record.dtype}" if sizes else what
-
-
-def position_text(status: RankStatus) -> str:
-    """Where a rank is: its call, what the program does there, and the program's line."""
-    place, doing = _place(status), _doing(status)
-    if status.wait is None and (status.flight is None or not status.flight.waiting):
-        place = f"outside collectives, {place}" if status.answered else place
-    elif status.blocked_s >= 0.1:
-        place += f" for {status.blocked_s:.1f} s"
-    return f"{place}{f', in {doing}' if doing else ''}{_at(status)}"
-
-
-def _conditional(*gathered: Record) -> str:
-    """The config key that lets ranks skip these modules. Numbers in a name become ``*``."""
-    modules = [record.name.partition("#")[0].split(".") for record in gathered]
-    patterns = {
-        ".".join("*" if part.isdigit() else part for part in parts): None for parts in modules
-    }
-    return f'"conditional_modules": {json.dumps(list(patterns))}'
-
-
-def cut(line: str, columns: int = COLUMNS) -> str:
-    """``line``, cut to ``columns`` characters."""
-    return line if len(line) <= columns else line[: columns - 3] + "..."
-
-
-def _records(status: RankStatus) -> tuple[Record, ...]:
-    return status.flight.records if status.flight else ()
-
-
 def _waits_in(status: RankStatus, seq: int) -> bool:
     return status.flight is not None and status.flight.waiting == seq
-
-
-def _follows(status: RankStatus, first: Record, then: Record, seq: int) -> bool:
-    """Whether this rank calls ``then`` after ``seq``, or called it right after ``first`` earlier."""
-    records = _records(status)
-    if any(r.seq > seq and r.call == then.call for r in records):
-        return True
-    return any(
-        a.seq < seq and a.call == first.call and b.call == then.call for a, b in pairwise(records)
-    )
-
-
-def _place(status: RankStatus) -> str:
-    flight, wait = status.flight, status.wait
-    if wait is not None:
-        return f"waiting in {wait.what}"
-    if flight is None:
-        return "nothing is known"
-    waiting = next((r for r in flight.records if r.seq == flight.waiting), None)
-    if waiting is not None:
-        return f"waiting in {call_text(waiting)}"
-    if not flight.records:
-        return "before the first collective"
-    return f"after {call_text(flight.records[-1])}"
-
-
-def _whereabouts(status: RankStatus) -> str:
-    """Where a rank is that others wait for."""
-    if status.fate == "absent":
-        return status.detail
-    if status.wait is not None:
-        return f"{_place(status)}{_at(status)}"
-    section = f"section {_section(status)}: " if _section(status) else ""
-    doing = f"in {status.phase}: " if status.phase and not section else ""
-    failed = f", after {status.failed}" if status.failed else ""
-    where = f"outside collectives, {section}{doing}{status.stack or 'no stack'}"
-    return cut(where, 160) + failed if failed else where
-
-
-def _doing(status: RankStatus) -> str:
-    return status.phase or _section(status)
-
-
-def _last(status: RankStatus) -> str:
-    records = _records(status)
-    return f"; its last call was {call_text(records[-1])}" if records else ""
-
-
-def _section(status: RankStatus) -> str:
-    if status.flight is not None and status.flight.section:
-        return status.flight.section
-    return "setup" if status.phase in SET_UP else ""
-
-
-def _at(status: RankStatus) -> str:
-    """The program's line and the line that called it, in parentheses."""
-    return f" ({' < '.join(status.stack.split(' < ')[:2])})" if status.stack else ""
-
-
-def _host(status: RankStatus) -> str:
-    return f" ({status.host})" if status.host else ""
-
-
-def _cap(text: str) -> str:
-    return text[0].upper() + text[1:]

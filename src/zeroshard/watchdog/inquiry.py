@@ -19,7 +19,8 @@ from typing import Any
 from zeroshard.comm.host import Process, times_run
 from zeroshard.core.files import write_for_this_user
 from zeroshard.run.run_folder import run_folder
-from zeroshard.watchdog.diagnosis import TORCH, Diagnosis, RankStatus, Wait, diagnose
+from zeroshard.watchdog.diagnosis import diagnose
+from zeroshard.watchdog.findings import TORCH, Diagnosis, RankStatus, Wait
 from zeroshard.watchdog.messages import Messages
 from zeroshard.watchdog.rank_status import (
     Peer,
@@ -125,7 +126,7 @@ class Inquiry:
     def _with_standstill(
         self, status: RankStatus, calls: TrackedCalls, begun_s: float, now_s: float
     ) -> RankStatus:
-        """The status with :attr:`~.diagnosis.RankStatus.frozen_s`. ``begun_s``: when this wait began.
+        """The status with :attr:`~.findings.RankStatus.frozen_s`. ``begun_s``: when this wait began.
 
         A rank that was late for an hour must not count as frozen for an hour when it is stopped then.
         """

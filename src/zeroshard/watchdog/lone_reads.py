@@ -21,9 +21,11 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from zeroshard.comm.agreement import Store, look, next_pause_s
+from zeroshard.comm.store_keys import Store, look, next_pause_s
 from zeroshard.errors import RankLate, RankLost
-from zeroshard.watchdog.diagnosis import SET_UPS, TORCH, call_text
+from zeroshard.watchdog.diagnosis import SET_UPS
+from zeroshard.watchdog.diagnosis_text import call_text
+from zeroshard.watchdog.findings import TORCH
 from zeroshard.watchdog.messages import BELL, StoreLost
 from zeroshard.watchdog.rank_status import call_of_torch
 from zeroshard.watchdog.settings import store_tick_s

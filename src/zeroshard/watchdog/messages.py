@@ -19,7 +19,7 @@ Keys, below the name of the set of ranks (:func:`watchdog_namespace`):
     elect/N              the rank that adds 1 first asks question N
     label/N              the sequence of calls that question N is about
     answer/N/RANK        what a rank does, as JSON
-    answers/N            which ranks have answered, and how many (:func:`~zeroshard.comm.agreement.post`)
+    answers/N            which ranks have answered, and how many (:func:`~zeroshard.comm.store_keys.post`)
     diagnosis/N          the answer to question N, as JSON
     final, finals        the first fatal diagnosis, and how many there were
     read                 how many ranks have read a fatal diagnosis
@@ -42,9 +42,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
-from zeroshard.comm.agreement import Store, look, post, posts, present, ranks_key
 from zeroshard.comm.host import Process
-from zeroshard.watchdog.diagnosis import Diagnosis, diagnosis_of_values
+from zeroshard.comm.store_keys import Store, look, post, posts, present, ranks_key
+from zeroshard.watchdog.findings import Diagnosis, diagnosis_of_values
 from zeroshard.watchdog.rank_status import Peer
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from zeroshard.comm.agreement import Store, look
 from zeroshard.comm.recorder import Recorder, StepMarks
+from zeroshard.comm.store_keys import Store, look
 from zeroshard.watchdog.messages import StoreLost
 from zeroshard.watchdog.stragglers import (
     PARTS,

@@ -29,7 +29,7 @@ from zeroshard.comm.recorder import (
 )
 from zeroshard.errors import CLOSED
 from zeroshard.run.recordings import STACKS
-from zeroshard.watchdog.diagnosis import TORCH, RankStatus, Wait
+from zeroshard.watchdog.findings import TORCH, RankStatus, Wait
 from zeroshard.watchdog.silent_stack import ask, innermost
 
 _FRAMES = 8

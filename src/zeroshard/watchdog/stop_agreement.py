@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from zeroshard.comm.agreement import Store, look
+from zeroshard.comm.store_keys import Store, look
 from zeroshard.watchdog.inquiry import POLL_S
 from zeroshard.watchdog.messages import BELL
 from zeroshard.watchdog.stop_signals import StopSignals

@@ -26,7 +26,7 @@ class Explains(Protocol):
     """What knows the diagnosis."""
 
     def explanation(self, error: BaseException | None) -> Exception | None:
-        """See :meth:`~.session.CommSession.explanation`."""
+        """See :meth:`~.comm_session.CommSession.explanation`."""
 
 
 _OPEN: weakref.WeakSet[Explains] = weakref.WeakSet()

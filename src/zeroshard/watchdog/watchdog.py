@@ -60,12 +60,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from zeroshard.comm.agreement import Store
 from zeroshard.comm.host import this_process
 from zeroshard.comm.recorder import Recorder
+from zeroshard.comm.store_keys import Store
 from zeroshard.errors import CLOSED, ENDED, EXIT_DIAGNOSIS
 from zeroshard.run.blame import tell_launcher
-from zeroshard.watchdog.diagnosis import Diagnosis
+from zeroshard.watchdog.findings import Diagnosis
 from zeroshard.watchdog.inquiry import POLL_S, Inquiry, own_answer
 from zeroshard.watchdog.lone_reads import Position, position_of
 from zeroshard.watchdog.messages import Messages, StoreLost
@@ -270,7 +270,7 @@ class Watchdog:
         """Raise the fatal diagnosis, if there is one.
 
         Raises:
-            DistributedError: see :meth:`~.diagnosis.Diagnosis.error`.
+            DistributedError: see :meth:`~.findings.Diagnosis.error`.
         """
         diagnosis = self._state.diagnosis
         if diagnosis is not None:

@@ -15,18 +15,17 @@ and described when the directory is opened. Of their tensors, only the pages are
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 from torch import Tensor
 
 from zeroshard.checkpoint import boxes
 from zeroshard.checkpoint.boxes import Box, Grid, whole
+from zeroshard.checkpoint.deepspeed.files import RankFiles, check_ranks, files_of, refuse_parallel
 from zeroshard.checkpoint.deepspeed.slots import (
     Chain,
     DeepSpeedSlot,
@@ -49,12 +48,6 @@ from zeroshard.checkpoint.deepspeed.unpickle import (
 from zeroshard.checkpoint.manifest import VALUE, SavedParameter, SavedTensor
 from zeroshard.checkpoint.safetensors_file import dtype_name
 from zeroshard.errors import CheckpointError
-
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
-_OPTIM = re.compile(
-    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
-)
-_PARTS = re.compile(r"layer_\d+.*\.pt|expp_rank_.*\.pt|expert_.*\.pt")  # pipelines and experts
 
 
 class ZeroStageEnum(IntEnum):
@@ -83,111 +76,6 @@ _OWN = frozenset({
 """Keys that DeepSpeed puts next to those of the program's ``client_state``."""
 _COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 _SCALER = {"cur_scale": "scale", "cur_iter": "step", "last_overflow_iter": "last_overflow"}
-
-
-# ---------------------------------------------------------------------- which files
-
-
-class _Files(NamedTuple):
-    """Files in rank order. ``model`` has one file for all ranks, or one for each rank (stage 3)."""
-
-    model: tuple[Path, ...]
-    optim: tuple[Path, ...]
-
-
-def is_deepspeed(path: str | Path) -> bool:
-    """Whether this is the directory of one tag that DeepSpeed wrote."""
-    try:
-        return any(_MODEL.fullmatch(name) for name in os.listdir(path))
-    except OSError:
-        return False
-
-
-def _files(path: Path) -> _Files:
-    """The files of a directory, which must have one for every rank up to the highest."""
-    names = _names(path)
-    model = [found for name in names if (found := _MODEL.fullmatch(name))]
-    optim = [found for name in names if (found := _OPTIM.fullmatch(name))]
-    others = [name for name in names if _PARTS.fullmatch(name)]
-    others += [m.string for m in (*model, *optim) if int(m["mp"]) != 0]
-    if others:
-        _refuse_parallel(path, f"the file {others[0]}")
-    if not model:
-        raise CheckpointError(
-            f"{path} has no file *mp_rank_00_model_states.pt: it is not a checkpoint of "
-            "DeepSpeed, or the save did not finish. Give the directory of one tag, such as "
-            "global_step1000."
-        )
-    same = _of_one_stage(path, model)
-    return _Files(_by_rank(path, same, "model"), _by_rank(path, optim, "optim"))
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(path))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be opened: {error.strerror}.") from error
-
-
-def _of_one_stage(path: Path, model: list[re.Match[str]]) -> list[re.Match[str]]:
-    """The files of the model: one for all ranks, or one for each (stage 3).
-
-    Raises:
-        CheckpointError: the directory has files of both kinds.
-    """
-    whole = [m for m in model if m["rank"] is None]
-    sliced = [m for m in model if m["rank"] is not None]
-    if whole and sliced:
-        _refuse_mixture(path, whole[0].string, sliced[0].string)
-    return sliced or whole
-
-
-def _by_rank(path: Path, matches: Iterable[re.Match[str]], kind: str) -> tuple[Path, ...]:
-    found: dict[int, str] = {}
-    for match in matches:
-        rank = int(match["rank"] or 0)
-        if rank in found:
-            _refuse_mixture(path, found[rank], match.string)
-        found[rank] = match.string
-    gaps = [rank for rank in range(len(found)) if rank not in found]
-    if gaps:
-        _refuse_gaps(path, gaps, kind)
-    return tuple(path / found[rank] for rank in sorted(found))
-
-
-def _check_ranks(path: Path, files: Sequence[Path], kind: str, ranks: int) -> None:
-    """Check that there are as many files as the run had ranks."""
-    if len(files) < ranks:
-        _refuse_gaps(path, range(len(files), ranks), kind)
-    if len(files) > ranks:
-        raise CheckpointError(
-            f"{path} has {kind} files of {len(files)} ranks, but the run had {ranks}: "
-            f"{files[ranks].name} and those of higher ranks belong to another save. Remove them."
-        )
-
-
-def _refuse_gaps(path: Path, ranks: Sequence[int], kind: str) -> NoReturn:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    raise CheckpointError(
-        f"{path} lacks the file zero_pp_rank_R_mp_rank_00_{kind}_states.pt for R = {shown}. Every "
-        "rank saved a part of each parameter, so the files of all ranks are needed. Ranks on "
-        "other machines may have saved to their local disks: copy all files into one directory."
-    )
-
-
-def _refuse_mixture(path: Path, one: str, other: str) -> NoReturn:
-    raise CheckpointError(
-        f"{path} has both {one} and {other}: they belong to different saves under one tag. Remove "
-        "the older files."
-    )
-
-
-def _refuse_parallel(path: Path, seen: str) -> NoReturn:
-    raise CheckpointError(
-        f"{path} was saved with tensor, pipeline or expert parallelism ({seen}), which is not "
-        "supported: only ZeRO data parallelism is. Load it with DeepSpeed, and save plain weights "
-        "from there."
-    )
 
 
 # ---------------------------------------------------------------------- what is beside parameters
@@ -250,7 +138,7 @@ class DeepSpeedReader:
         self.path = Path(path)
         self.left_behind: list[str] = []
         self._places: dict[tuple[str, str], FlatSpan] = {}
-        files = _files(self.path)
+        files = files_of(self.path)
         self._models = [load_file(file) for file in files.model]
         optims = [load_file(file) for file in files.optim]
         try:
@@ -332,7 +220,7 @@ class DeepSpeedReader:
     # ------------------------------------------------------------------ once, at the start
 
     def _optimizer(
-        self, files: _Files, optims: list[dict[str, Any]], groups: Sequence[Sequence[str]] | None
+        self, files: RankFiles, optims: list[dict[str, Any]], groups: Sequence[Sequence[str]] | None
     ) -> tuple[list[DeepSpeedSlot], list[dict[str, Any]], Mapping[str, Any]]:
         """The optimizer's slots, its groups' options, and the state of DeepSpeed's wrapper around it."""
         model = self._models[0]
@@ -351,7 +239,7 @@ class DeepSpeedReader:
             wrapper = dict(wrapper)
             return (*whole_slots(self.path, wrapper, self._weights, groups), wrapper)
         ranks = int(model["dp_world_size"])
-        _check_ranks(self.path, files.optim, "optim", ranks)
+        check_ranks(self.path, files.optim, "optim", ranks)
         wrappers = [dict(optim["optimizer_state_dict"]) for optim in optims]
         for file, wrapper in zip(files.optim, wrappers, strict=True):
             count = wrapper["partition_count"]
@@ -363,7 +251,7 @@ class DeepSpeedReader:
                 )
         # Only stage 1 has the optimizer for bf16 with fp32 gradients, which does not save a stage.
         is_cut = int(wrappers[0].get("zero_stage", 1)) == 3
-        _check_ranks(self.path, files.model, "model", ranks if is_cut else 1)
+        check_ranks(self.path, files.model, "model", ranks if is_cut else 1)
         slots, options = sharded_slots(wrappers, model["param_shapes"], is_cut=is_cut)
         return slots, options, wrappers[0]
 
@@ -510,7 +398,7 @@ def _check_own(path: Path, models: Sequence[Mapping[str, Any]]) -> None:
         key for key in ("num_experts", "ds_autoep_layers", "autoep_layers") if key in first
     ]
     if parallel:
-        _refuse_parallel(path, ", ".join(parallel))
+        refuse_parallel(path, ", ".join(parallel))
 
 
 def _is_round_robin(model: Mapping[str, Any]) -> bool:

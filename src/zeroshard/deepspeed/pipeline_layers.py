@@ -1,0 +1,213 @@
+"""Builds the layers of a pipeline from their specs, and cuts them into stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from zeroshard.deepspeed.helpers import set_random_seed
+from zeroshard.deepspeed.layer_specs import LayerSpec, TiedLayerSpec, outline
+from zeroshard.deepspeed.partition import partition_balanced, partition_uniform
+from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.parallel.split import PipelineModel
+
+
+class FunctionPiece(nn.Module):
+    """A layer that is a function, or a tied module that runs through one. It has no parameters.
+
+    ``module``: the tied module. It is registered in the model, under ``tied_modules``.
+    """
+
+    def __init__(self, call: Callable[..., Any] | None, module: nn.Module | None = None) -> None:
+        super().__init__()
+        self.call = call
+        # A tuple of modules registers none of them.
+        self.held: tuple[nn.Module, ...] = () if module is None else (module,)
+
+    def forward(self, value: Any) -> Any:
+        """The output of the layer."""
+        if self.call is None:
+            return self.held[0](value)
+        return self.call(*self.held, value)
+
+
+def check_layers(specs: Sequence[Any], checkpointable_layers: Any) -> None:
+    if not specs:
+        raise UsageError(
+            "PipelineModule(layers=[]): there is no layer. Give modules or LayerSpecs."
+        )
+    for at, layer in enumerate(specs):
+        if isinstance(layer, PipelineModel):
+            raise UsageError(
+                f"layer {at} of PipelineModule is a {type(layer).__name__}. A pipeline cannot be inside "
+                "another one: put its layers into the list."
+            )
+        if not isinstance(layer, (nn.Module, LayerSpec)) and (
+            isinstance(layer, type) or not callable(layer)
+        ):
+            raise UsageError(
+                f"layer {at} of PipelineModule is {layer!r}. A layer is a module, a function, or a "
+                "LayerSpec. Write LayerSpec(Class, ...) for a class."
+            )
+    if checkpointable_layers is not None and not isinstance(checkpointable_layers, list):
+        raise UsageError(
+            f"checkpointable_layers is {checkpointable_layers!r}. Give a list of names of classes."
+        )
+
+
+def tied_weights(specs: Sequence[Any]) -> dict[str, Any]:
+    """The names of the weights that layers share, by key."""
+    return {spec.key: spec.tied_weight_attr for spec in specs if isinstance(spec, TiedLayerSpec)}
+
+
+def seeding(seed_fn: Callable[[int], Any] | None, base_seed: int) -> Callable[[int], Any]:
+    """A function that seeds the generators for the layer with this number."""
+    seed = set_random_seed if seed_fn is None else seed_fn
+    return lambda at: seed(base_seed + at)
+
+
+def unseeded(_at: int) -> None:
+    """The generators go on as they are."""
+
+
+def outlines_of(specs: Sequence[Any]) -> list[nn.Module | None]:
+    """The layers as modules, without memory for those that specs build; None for functions."""
+    tied: dict[str, nn.Module] = {}
+    found: list[nn.Module | None] = []
+    for at, spec in enumerate(specs):
+        if isinstance(spec, TiedLayerSpec):
+            module = tied.setdefault(spec.key, tied.get(spec.key) or outline(spec))
+            _check_tied(at, spec, module)
+            found.append(module)
+        elif isinstance(spec, LayerSpec):
+            found.append(outline(spec))
+        else:
+            found.append(spec if isinstance(spec, nn.Module) else None)
+    return found
+
+
+def _check_tied(at: int, spec: TiedLayerSpec, module: nn.Module) -> None:
+    """Refuse names of tied parameters that the module does not have."""
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for name in spec.tied_weight_attr:
+        if name not in names:
+            raise UsageError(
+                f"layer {at} of PipelineModule: tied_weight_attr names {name!r}, which is not a "
+                f"parameter of the module tied as {spec.key!r}, a {type(module).__name__}. It has "
+                f"{', '.join(sorted(names)) or 'none'}."
+            )
+
+
+def built_layers(
+    specs: Sequence[Any],
+    outlines: Sequence[nn.Module | None],
+    own: range,
+    seeded: Callable[[int], Any],
+) -> list[nn.Module | None]:
+    """As ``outlines``, with the layers of this rank built."""
+    found = list(outlines)
+    first: dict[str, int] = {}
+    for at, spec in enumerate(specs):
+        if isinstance(spec, TiedLayerSpec):
+            first.setdefault(spec.key, at)
+    tied: dict[str, nn.Module] = {}
+    for at in own:
+        spec = specs[at]
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key not in tied:
+                seeded(first[spec.key])  # all stages that have the module draw the same values
+                tied[spec.key] = spec.build()
+        else:
+            seeded(at)
+            if isinstance(spec, LayerSpec):
+                found[at] = spec.build()
+    for at, spec in enumerate(specs):
+        if isinstance(spec, TiedLayerSpec) and spec.key in tied:
+            found[at] = tied[spec.key]
+    return found
+
+
+def pieces_of_layers(
+    specs: Sequence[Any], built: Sequence[nn.Module | None]
+) -> tuple[nn.ModuleDict, dict[str, nn.Module]]:
+    """The tied modules by key, and the pieces by number of their layer."""
+    tied = nn.ModuleDict()
+    pieces: dict[str, nn.Module] = {}
+    for at, (spec, module) in enumerate(zip(specs, built, strict=True)):
+        if isinstance(spec, TiedLayerSpec):
+            assert module is not None
+            if spec.key not in tied:
+                tied[spec.key] = module
+            pieces[str(at)] = FunctionPiece(spec.forward_fn, module)
+        else:
+            pieces[str(at)] = FunctionPiece(spec) if module is None else module
+    return tied, pieces
+
+
+def held(piece: nn.Module) -> tuple[nn.Module, ...]:
+    return piece.held if isinstance(piece, FunctionPiece) else ()
+
+
+def class_of(piece: nn.Module) -> str:
+    """The name of a layer's class; of a function's, ``function``."""
+    if isinstance(piece, FunctionPiece):
+        return type(piece.held[0] if piece.held and piece.call is None else piece.call).__name__
+    return type(piece).__name__
+
+
+def partition(
+    specs: Sequence[Any], outlines: Sequence[nn.Module | None], stages: int, method: str
+) -> list[int]:
+    """The first layer of each stage, and the number of layers.
+
+    ``method``: see ``partition_method`` of :class:`~.pipeline_module.PipelineModule`.
+
+    Raises:
+        UnsupportedError: an unknown method.
+        UsageError: no layer matches, or there are fewer layers than stages.
+    """
+    if stages > len(specs):
+        raise UsageError(
+            f"PipelineModule has {len(specs)} layers for {stages} stages: some would be empty. Give "
+            "fewer stages."
+        )
+    kind, _, pattern = method.partition(":")
+    if kind.lower() == "uniform" and not pattern:
+        return partition_uniform(len(specs), stages)
+    if kind.lower() == "parameters" and not pattern:
+        return partition_balanced([_trained_numel(layer) for layer in outlines], stages)
+    if kind.lower() == "type" and pattern:
+        return partition_balanced(_matching(specs, pattern), stages)
+    raise UnsupportedError(
+        f"PipelineModule(partition_method={method!r}): there is no such method. Choose parameters, "
+        "uniform or type:REGEX, for example type:Block. None of them measures times (best, profile)."
+    )
+
+
+def _trained_numel(layer: nn.Module | None) -> int:
+    params = () if layer is None else layer.parameters()
+    return sum(param.numel() for param in params if param.requires_grad)
+
+
+def _matching(specs: Sequence[Any], pattern: str) -> list[int]:
+    """1 for each layer whose class or function has a name that matches, else 0."""
+    expression = re.compile(pattern, re.IGNORECASE)
+    found = [int(expression.search(name_of(layer)) is not None) for layer in specs]
+    if not any(found):
+        names = ", ".join(dict.fromkeys(filter(None, map(name_of, specs))))
+        raise UsageError(
+            f"PipelineModule(partition_method='type:{pattern}'): no layer has a name that matches. The "
+            f"layers are {names}."
+        )
+    return found
+
+
+def name_of(layer: Any) -> str:
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    if isinstance(layer, nn.Module):
+        return type(layer).__name__
+    return str(getattr(layer, "__name__", ""))

@@ -1,0 +1,155 @@
+"""What work, collectives, messages, copies and updates take on a machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from zeroshard.config.machine_file import Values, rate_at
+from zeroshard.core.tiers import Tier
+from zeroshard.planner.step_log import MESSAGE, Begun
+from zeroshard.planner.updated import Updated
+from zeroshard.planner.work import Work
+
+_CURVES = {"reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
+"""The rate that a collective takes; all others take that of "all_gather"."""
+
+
+class Grown(Protocol):
+    """What a step that was logged does with another micro-batch."""
+
+    def work(self, low: Work, /) -> Work:
+        """An operation."""
+
+    def nbytes(self, begun: Begun, /) -> int:
+        """The whole tensor of a collective."""
+
+
+class Prices:
+    """What operations and collectives cost on a machine, in seconds.
+
+    ``ranks``: of the whole run. ``grown``: what counts instead of what was logged.
+    """
+
+    def __init__(self, values: Values, ranks: int, grown: Grown | None = None) -> None:
+        self.values = values
+        self._grown = grown
+        self._known: dict[Work, float] = {}  # most operations of a step are repeated
+        self.kinds_s: dict[str, float] = {}
+        self._ranks = ranks
+        self._is_serial = values.machine.execution == "serial"
+
+    @property
+    def operation_s(self) -> float:
+        """Of the host, for each operation."""
+        return self.values.number("device.operation_s")
+
+    def work_s(self, work: Work) -> float:
+        """Of the device, for one operation."""
+        seconds = self._known.get(work)
+        if seconds is None:
+            seconds = self._known[work] = self._work_s(
+                work if self._grown is None else self._grown.work(work)
+            )
+        if seconds:
+            self.kinds_s[work.kind] = self.kinds_s.get(work.kind, 0.0) + seconds
+        return seconds
+
+    def _work_s(self, work: Work) -> float:
+        if not work.nbytes:
+            return 0.0
+        seconds = self.memory_s(work.nbytes)
+        if work.flop:
+            points = self.values.points(f"{work.kind}.{work.dtype}")
+            if self._is_serial and work.smallest:
+                seconds += work.flop / rate_at(points, 2 * work.smallest**3)
+            else:
+                seconds = max(seconds, work.flop / rate_at(points, work.flop))
+        elif work.kind == "random":
+            seconds = max(seconds, work.numel / self.values.number("device.random_per_s"))
+        elif work.kind == "special":
+            own = f"special.{work.op}"
+            name = own if self.values.has(own) else "special.exp"
+            seconds = max(seconds, work.numel / self.values.number(name))
+        return seconds
+
+    def begun_s(self, begun: Begun) -> float:
+        """Of a collective or message that was logged."""
+        nbytes = begun.nbytes if self._grown is None else self._grown.nbytes(begun)
+        if begun.op == MESSAGE:
+            return self.message_s(nbytes, begun.ranks)
+        return self.collective_s(begun.op, nbytes, begun.ranks)
+
+    def memory_s(self, nbytes: float) -> float:
+        """Of the device, to read and write this many bytes."""
+        return nbytes / rate_at(self.values.points("device.bytes_per_s"), nbytes)
+
+    def collective_s(self, op: str, nbytes: int, ranks: Sequence[int]) -> float:
+        """Of a collective over ``nbytes`` in all; 0 on one rank.
+
+        Between nodes, each rank has a network adapter. The ranks of a group that share a node share its
+        traffic: k of them have k rings, each of which leaves the node through another adapter.
+        """
+        if len(ranks) == 1:
+            return 0.0
+        size = round(self.values.number("devices_per_node"))
+        beside = Counter(rank // size for rank in ranks)
+        curve = _CURVES.get(op, "all_gather")
+        sent = nbytes * sent_part(op, len(ranks))
+
+        def seconds(link: str, adapters: int = 1) -> float:
+            return sent / rate_at(self.values.points(f"{link}.{curve}"), nbytes) / adapters
+
+        if len(beside) == 1:
+            return self.values.number("inside_node.alpha_s") + seconds("inside_node")
+        adapters = min(beside.values())
+        slowest = seconds("between_nodes", adapters)
+        if adapters > 1:
+            slowest = max(slowest, seconds("inside_node"))
+        return self.values.number("between_nodes.alpha_s") + slowest
+
+    def message_s(self, nbytes: int, ranks: Sequence[int]) -> float:
+        """Of a message from one rank to another one; on one processor, what each of the two does.
+
+        In an all-gather of two ranks each sends one part and receives another one, so the whole is twice
+        as large as a message, and a processor does the work of both ends.
+        """
+        seconds = self.collective_s("all_gather", 2 * nbytes, ranks)
+        return seconds / 2 if self._is_serial else seconds
+
+    def update_s(self, updated: Updated) -> float:
+        """Of the update, where its state is."""
+        if updated.tier == Tier.DEVICE.name or self._is_serial:
+            return updated.nbytes / self.values.number("device.optimizer_bytes_per_s")
+        local = min(self._ranks, round(self.values.number("devices_per_node")))
+        cores = max(1, int(self.values.number("host.cores")) // local)
+        rate = min(
+            cores * self.values.number("host.optimizer_bytes_per_s"),
+            self.values.number("host.memory_bytes_per_s") / local,
+        )
+        return updated.nbytes / rate
+
+    def disk_s(self, updated: Updated) -> float:
+        """To read and write the states that are on disk."""
+        if updated.tier != Tier.DISK.name:
+            return 0.0
+        read = updated.state_nbytes / self.values.number("disk.read_bytes_per_s")
+        return read + updated.state_nbytes / self.values.number("disk.write_bytes_per_s")
+
+    def copies_s(self, updated: Updated) -> tuple[float, float]:
+        """To copy gradients to the host, and parameters back."""
+        return (
+            updated.gradient_nbytes / self.values.number("copies.device_to_host_bytes_per_s"),
+            updated.param_nbytes / self.values.number("copies.host_to_device_bytes_per_s"),
+        )
+
+
+def sent_part(op: str, size: int) -> float:
+    """The part of a tensor that each of ``size`` ranks sends in a ring.
+
+    >>> sent_part("all_reduce", 4), sent_part("all_gather", 4)
+    (1.5, 0.75)
+    """
+    passes = 2 if op == "all_reduce" else 1  # a reduce-scatter and an all-gather
+    return passes * (size - 1) / size
