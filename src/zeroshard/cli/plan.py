@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zeroshard.cli.telling import AsJson, errors_told
+from zeroshard.cli.progress import Verbose, progress
+from zeroshard.cli.telling import AsJson, errors_told, note
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from zeroshard.planner.plan import Plan
 
 DOES_NOT_FIT = 3
+SAMPLES = 8
+"""Of each rank in a step, if a search has no configuration."""
 
 
 class PlannedDevice(str, Enum):
@@ -43,7 +47,12 @@ def plan_command(
             "script.py:function, or a script.py that defines plan_entry()."
         ),
     ] = None,
-    config: Annotated[str | None, typer.Option(help="The configuration of the run (JSON).")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="The configuration of the run (JSON). Default: bf16, AdamW, stage 3, micro-batch 1."
+        ),
+    ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
     ranks_per_node: Annotated[
         int | None,
@@ -110,21 +119,24 @@ def plan_command(
             help="Exit with 3 if the run does not fit --memory, and do not look for changes.",
         ),
     ] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Say what a run needs in memory and traffic, without running it. Nothing is downloaded."""
     if measured is not None:
         _measure(measured, model)
         return
-    if model is None or config is None:
-        missing = "MODEL" if model is None else "--config"
-        print(f"zeroshard: a plan needs {missing}, which is not given.", file=sys.stderr)
+    if model is None:
+        note("a plan needs MODEL, which is not given.")
         raise typer.Exit(2)
     if check and memory is None and machine is None:
-        print(
-            "zeroshard: --check compares with --memory, which is not given, nor is --machine.",
-            file=sys.stderr,
-        )
+        note("--check compares with --memory, which is not given, nor is --machine.")
         raise typer.Exit(2)
+    given = _config(config, ranks, searched=fit is not None)
+    if target is None and machine is None and ranks > (os.cpu_count() or 1):
+        note(
+            f"planned for {ranks} CPU ranks, more than this machine has processors. If they are GPUs, "
+            "give --target cuda, or the --machine."
+        )
     # They import torch and more, and only this command needs them.
     from zeroshard.config.machine_file import load_machine
     from zeroshard.planner.axes import read_axes
@@ -145,48 +157,68 @@ def plan_command(
             raise UsageError("--fit-axes says what --fit may choose, which is not given.")
     # The model's own prints are no part of the answer, which may be JSON.
     if fit is not None:
-        with errors_told(), contextlib.redirect_stdout(sys.stderr):
-            if batch is not None:
+        if batch is not None:
+            with errors_told():
                 raise UsageError("--fit chooses the micro-batch. Leave --batch out.")
+        with (
+            errors_told(),
+            contextlib.redirect_stdout(sys.stderr),
+            progress(verbose=verbose) as told,
+        ):
             axes = None if fit_axes is None else read_axes(fit_axes)
             computer = None if machine is None else load_machine(machine)
             searched = fit_run(
-                model, Path(config), aim=fit.value, ranks=ranks, length=seq, memory_gib=memory,
+                model, given, aim=fit.value, ranks=ranks, length=seq, memory_gib=memory,
                 machine=computer, target=None if target is None else target.value,
-                axes=axes, ranks_per_node=ranks_per_node,
+                axes=axes, ranks_per_node=ranks_per_node, audience=told,
             )  # fmt: skip
         if as_json:
             print(json.dumps(searched.as_dict(), indent=1))
         else:
-            show_fit(searched, plan_console())
+            show_fit(searched, plan_console(), verbose=verbose)
         raise typer.Exit(0 if searched.chosen is not None else DOES_NOT_FIT)
     kind: Target | None = None if target is None else target.value
-    with errors_told(), contextlib.redirect_stdout(sys.stderr):
+    with errors_told(), contextlib.redirect_stdout(sys.stderr), progress(verbose=verbose) as told:
         computer = None if machine is None else load_machine(machine)
         if batch == "max":
             found = plan_of_largest_batch(
-                model, Path(config), ranks=ranks, length=seq, memory_gib=memory, machine=computer,
+                model, given, ranks=ranks, length=seq, memory_gib=memory, machine=computer,
                 target=kind, with_events=trace is not None, ranks_per_node=ranks_per_node,
+                audience=told,
             )  # fmt: skip
         else:
             samples = None if batch is None else _samples(batch)
+            told.begins("the run as it is configured")
             found = make_plan(
-                model, Path(config), ranks=ranks, micro_batch=samples, length=seq, memory_gib=memory,
+                model, given, ranks=ranks, micro_batch=samples, length=seq, memory_gib=memory,
                 machine=computer, target=kind, with_events=trace is not None,
                 ranks_per_node=ranks_per_node,
             )  # fmt: skip
+            told.ended(found)
             if not check:  # changes cost several more simulations
                 found = with_changes(
-                    found, model, Path(config), length=seq, memory_gib=memory, machine=computer,
-                    target=kind, ranks_per_node=ranks_per_node,
+                    found, model, given, length=seq, memory_gib=memory, machine=computer,
+                    target=kind, ranks_per_node=ranks_per_node, audience=told,
                 )  # fmt: skip
         _write(found, html, trace)
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:
-        show(found, plan_console())
+        show(found, plan_console(), verbose=verbose)
     if check and not found.fits:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _config(path: Path | None, ranks: int, *, searched: bool) -> Path | dict[str, Any]:
+    """The configuration of the run; without a file a small one. ``searched``: without stage and batch."""
+    if path is not None:
+        return path
+    base: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+    if searched:
+        note(f"no --config is given: bf16, AdamW, {SAMPLES} samples of each rank in a step")
+        return base | {"train_batch_size": SAMPLES * ranks}
+    note("no --config is given: bf16, AdamW, stage 3, micro-batch 1")
+    return base | {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
 
 def _write(found: Plan, html: Path | None, trace: Path | None) -> None:
