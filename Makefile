@@ -1,5 +1,6 @@
 # Every target sets itself up: on a machine with Python 3.10 or later and nothing else, `make train`
-# and `make test` are enough. The environment is .venv; it is made anew when the pins change.
+# and `make test` are enough. The environment is .venv; it is made anew when the pins change. A target
+# installs what it needs: READY trains, DEV has what checks and pages need, TESTS also what only tests need.
 
 PYTHON     ?= python3
 # For tests on a torch that does not bring Triton. Other versions, and none at all, are fine too.
@@ -22,6 +23,8 @@ FAULT_LIMIT ?= 1100
 
 BIN   := .venv/bin
 READY := .venv/.ready
+DEV   := .venv/.dev
+TESTS := .venv/.tests
 PIP   := $(BIN)/python -m pip install
 
 # One thread per rank: several ranks share the cores of this machine.
@@ -33,6 +36,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help setup train train-3d check test test-programs lint bench docs docs-config docs-compat clean
 
 help:
+	@echo "make setup        make .venv with ZeroShard and what the examples need"
 	@echo "make train        train a GPT on real text under ZeRO-3 (RANKS=2, ARGS='--size tiny')"
 	@echo "make train-3d     train it over pipeline 2 x data 2 x tensor 2 ranks, and compare with one rank"
 	@echo "make check        style, format, types and the smoke tests, for every commit"
@@ -48,17 +52,30 @@ help:
 
 setup: $(READY)
 
+# `step TEXT COMMAND...`: one line for each step; what pip says is shown if it fails.
+STEP = step() { log=$$(mktemp); echo "set-up: $$1"; shift; "$$@" > "$$log" 2>&1 \
+	|| { cat "$$log" >&2; rm -f "$$log"; exit 1; }; rm -f "$$log"; }
+
 # torch first and alone: it is the one large download, and the packages after it accept what is there.
-# One line for each step; what pip says is shown if it fails.
-$(READY): constraints.txt pyproject.toml testing/pyproject.toml
-	@begin=$$(date +%s); log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
-	step() { echo "set-up: $$1"; shift; "$$@" > "$$log" 2>&1 || { cat "$$log" >&2; exit 1; }; }; \
+$(READY): constraints.txt pyproject.toml
+	@$(STEP); begin=$$(date +%s); \
 	step "making .venv" $(PYTHON) -m venv .venv; \
 	step "installing torch, about 200 MB" $(PIP) "$$(grep '^torch==' constraints.txt)"; \
-	if [ "$$(uname -sm)" = "Linux x86_64" ] && ! $(BIN)/python -c "import triton" 2> /dev/null; then \
-		step "installing Triton, about 290 MB" $(PIP) "triton==$(TRITON)"; fi; \
-	step "installing the rest" $(PIP) -c constraints.txt -e '.[dev,hf,lightning]' -e ./testing; \
+	step "installing the rest" $(PIP) -c constraints.txt -e '.[examples]'; \
 	touch $@; echo "set-up: done in $$(( $$(date +%s) - begin )) s"
+
+# pip installs groups since 25.1; the one that Python brings may be older.
+$(DEV): $(READY) testing/pyproject.toml
+	@$(STEP); step "renewing pip" $(PIP) -c constraints.txt --upgrade 'pip>=25.1'; \
+	step "installing linters, pytest, Transformers and Lightning" \
+		$(PIP) -c constraints.txt -e '.[hf,lightning]' -e ./testing --group dev; \
+	touch $@
+
+# A CUDA build of torch has brought Triton.
+$(TESTS): $(DEV)
+	@$(STEP); if [ "$$(uname -sm)" = "Linux x86_64" ] && ! $(BIN)/python -c "import triton" 2> /dev/null; then \
+		step "installing Triton, about 290 MB" $(PIP) "triton==$(TRITON)"; fi; \
+	touch $@
 
 train: $(READY)
 	$(BIN)/zeroshard launch --nproc $(RANKS) examples/train_gpt/train.py $(ARGS)
@@ -77,7 +94,7 @@ PYTEST := $(BIN)/python -m pytest --dist loadfile
 WITHIN := timeout --kill-after=30
 
 # With ARGS only these tests run, and their CPU time is not limited.
-test: $(READY) .trackers/.ready
+test: $(TESTS) .trackers/.ready
 ifeq ($(strip $(ARGS)),)
 	$(BIN)/python tools/cpu_limit.py $(CPU_LIMIT) $(MAKE) --no-print-directory all-tests
 else
@@ -90,7 +107,7 @@ all-tests:
 	$(WITHIN) $(TEST_LIMIT) $(PYTEST) -n $(WORKERS) --ignore=tests/faults tests
 
 # All rows of all tables: evidence for a release, and for what `make test` samples.
-test-full: $(READY) .trackers/.ready
+test-full: $(TESTS) .trackers/.ready
 	ZEROSHARD_TEST_ALL=1 $(MAKE) --no-print-directory all-tests TEST_LIMIT=10000 FAULT_LIMIT=3000
 
 # Apart from .venv: Trainer and Accelerate report to every tracker that they can import.
@@ -101,7 +118,7 @@ test-full: $(READY) .trackers/.ready
 
 # TRL goes into .venv; LLaMA-Factory and ms-swift, which want older packages, into a folder of their own,
 # and so do DeepSpeed, for the programs that are compared with it, and packages of optimizers.
-test-programs: .programs/.ready .peer/.ready .optimizers/.ready .ray/.ready
+test-programs: $(TESTS) .programs/.ready .peer/.ready .optimizers/.ready .ray/.ready
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest tests/programs/test_packages.py -k trl $(ARGS)
 	PYTHONPATH=$(CURDIR)/.programs timeout --kill-after=30 $(TEST_LIMIT) \
 		$(BIN)/python -m pytest tests/programs/test_packages.py -k "llamafactory or swift" $(ARGS)
@@ -116,8 +133,8 @@ test-programs: .programs/.ready .peer/.ready .optimizers/.ready .ray/.ready
 	PYTHONPATH=$(CURDIR)/.ray timeout --kill-after=30 $(TEST_LIMIT) \
 		$(BIN)/python -m pytest tests/programs/test_ray.py $(ARGS)
 
-.programs/.ready: $(READY) tests/programs/older.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[programs]'
+.programs/.ready: $(DEV) tests/programs/older.txt
+	$(PIP) --quiet -c constraints.txt --group programs
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .programs -r tests/programs/older.txt
 	touch $@
 
@@ -137,13 +154,13 @@ test-programs: .programs/.ready .peer/.ready .optimizers/.ready .ray/.ready
 		deepspeed einops hjson msgpack ninja py-cpuinfo
 	touch $@
 
-lint: $(READY)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/limits.py
 	timeout --kill-after=30 $(TYPE_LIMIT) $(BIN)/mypy
 
-bench: $(READY)
+bench: $(DEV)
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 # A warning is an error: a link that leads nowhere, a page in no list, a docstring that does not render.
@@ -151,8 +168,8 @@ docs: .venv/.docs
 	$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
 	@echo "the site: build/docs/index.html"
 
-.venv/.docs: $(READY)
-	$(PIP) --quiet -c constraints.txt -e '.[docs]'
+.venv/.docs: $(DEV)
+	$(PIP) --quiet -c constraints.txt --group docs
 	touch $@
 
 docs-compat: $(READY)

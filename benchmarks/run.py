@@ -4,7 +4,7 @@
     python benchmarks/run.py --only a1 a4     # some of them
     python benchmarks/run.py --smoke          # a tiny version of everything
 
-The extra ``zeroshard[bench]`` installs the peers; see benchmarks/README.md. A line that cannot run
+The group ``bench`` of pyproject.toml has the peers; see benchmarks/README.md. A line that cannot run
 here is reported with the reason.
 """
 

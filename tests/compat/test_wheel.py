@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import email
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,7 +68,7 @@ def wheel(tmp_path_factory):
     if not found or int(found.partition(".")[0]) < 77:
         pytest.skip("needs setuptools 77")  # not imported here: it replaces distutils
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     trash = shutil.ignore_patterns("*.egg-info", "__pycache__")
     shutil.copytree(ROOT / "src", source / "src", ignore=trash)
@@ -95,6 +97,20 @@ def test_a_wheel_holds_every_file_of_the_directory(wheel):
     for path in wanted:
         mode = shipped[f"zeroshard/{path.relative_to(PACKAGE)}"]
         assert mode & 0o111 or path.parent.name != "bin"  # pip keeps commands executable
+
+
+def test_a_wheel_describes_itself_without_links_that_lead_nowhere(wheel):
+    """A package index shows the README, and has none of the files that it links to."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (name,) = [name for name in names if re.fullmatch(r"zeroshard-[^/]*/METADATA", name)]
+        found = email.message_from_bytes(archive.read(name))
+    text = str(found.get_payload())
+    assert text.startswith("# ZeroShard")
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
+    assert "what is proved (`docs/gpu.md`)" in text
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found["Author"] == "ZeroShard contributors"
 
 
 def test_an_installed_wheel_trains_on_two_ranks(wheel, tmp_path):

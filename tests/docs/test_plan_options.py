@@ -18,7 +18,8 @@ def options() -> dict[str, object]:
     found: dict[str, object] = {}
     for each in typer.main.get_command(main).commands["plan"].params:
         if each.param_type_name == "option":
-            found |= {name: each.default for name in each.opts if name != "--help"}
+            names = [name for name in each.opts if name.startswith("--") and name != "--help"]
+            found |= dict.fromkeys(names, each.default)
     return found
 
 

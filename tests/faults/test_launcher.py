@@ -592,6 +592,7 @@ def test_a_slurm_task_becomes_its_rank(launch):
     ("words", "message"),
     [
         (["nope.py"], "script 'nope.py' is not found in {cwd}."),
+        (["."], "script '.' is a folder. Name the program in it."),
         (
             ["pkg.mod"],
             "script 'pkg.mod' is not found in {cwd}. To run it as a module, give --module.",

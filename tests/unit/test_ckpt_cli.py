@@ -226,6 +226,65 @@ def test_export_refuses_what_it_does_not_know(make, place, tmp_path, run, words,
     assert said in run("export", place, "--out", tmp_path / "out", *words, code=2).stderr
 
 
+def test_export_replaces_weights_only_if_asked(make, place, tmp_path, run):
+    make(10)
+    out = tmp_path / "out"
+    run("export", place, "--out", out)
+    said = run("export", place, "--out", out, code=2).stderr
+    assert f"{out} has weights already (model.safetensors). Give --overwrite" in said
+    run("export", place, "--out", out, "--overwrite")
+
+
+# ---------------------------------------------------------------------- the folder of a Trainer
+
+
+@pytest.fixture
+def trainer_folder(make, tmp_path):
+    """Checkpoints as a Trainer saves them, each with the files of its model."""
+    for step in (9, 20, 100):
+        make(step, folder=f"out/checkpoint-{step}")
+        folder = tmp_path / "out" / f"checkpoint-{step}"
+        (folder / "latest").write_text(f"global_step{step}")
+        (folder / "config.json").write_text(f'{{"step": {step}}}')
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "optimizer.pt").write_text("")
+    return tmp_path / "out"
+
+
+def test_ls_looks_one_level_down(trainer_folder, run):
+    found = json.loads(run("ls", trainer_folder, "--json").output)
+    assert [(row["tag"], row["latest"]) for row in found] == [
+        ("checkpoint-9/global_step9", False),
+        ("checkpoint-20/global_step20", False),
+        ("checkpoint-100/global_step100", True),
+    ]
+
+
+def test_the_newest_checkpoint_of_a_trainer_or_the_named_one_is_taken(trainer_folder, run):
+    for words, step in (
+        ((), 100),
+        (("--tag", "checkpoint-20"), 20),
+        (("--tag", "checkpoint-9/global_step9"), 9),
+    ):
+        assert json.loads(run("show", trainer_folder, "--json", *words).output)["step"] == step
+    said = run("show", trainer_folder, "--tag", "checkpoint-21", code=2).stderr
+    assert "There are checkpoint-9, checkpoint-20, checkpoint-100." in said
+
+
+def test_export_takes_configuration_and_tokenizer_along(trainer_folder, tmp_path, run):
+    out = tmp_path / "exported"
+    out.mkdir()
+    (out / "tokenizer.json").write_text("mine")
+    run("export", trainer_folder, "--out", out)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert json.loads((out / "config.json").read_text()) == {"step": 100}
+    assert (out / "tokenizer.json").read_text() == "mine"
+
+
 # ---------------------------------------------------------------------- diff
 
 

@@ -100,3 +100,9 @@ def test_a_mistake_is_told_and_nothing_is_written(runs, tmp_path, words, said):
     assert done.exit_code == 2, done.output
     assert said in done.output
     assert not [*tmp_path.glob("*.json")]
+
+
+def test_simulations_are_named_only_where_someone_asks(runs):
+    given = ["--model", MODEL, "--gpus", "2", "--memory", "1", *FEW, "--yes"]
+    assert "simulation" not in runs(*given).stderr
+    assert "simulation 1: stage 0" in runs(*given, "--overwrite", "--verbose").stderr

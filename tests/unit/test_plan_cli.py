@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib import resources
@@ -298,7 +299,7 @@ def test_check_tells_by_its_exit_code_whether_the_run_fits(run):
     fits = run("nets_to_plan:plain", "--memory", "1", "--check")
     assert fits.exit_code == 0
     assert fits.stdout.startswith("fits, 1.00 GiB to spare")
-    assert "not modelled:" in fits.stdout
+    assert "on rank 0, a CPU" in fits.stdout.splitlines()[0]
     too_small = run("nets_to_plan:plain", "--memory", "0.00001", "--check")
     assert too_small.exit_code == 3
     assert too_small.stdout.startswith("does not fit: ")
@@ -378,7 +379,6 @@ MISTAKES = [
     ("plan train_net.py:broken" + RUN, "train_net.py:broken returned NoneType"),
     ("plan", "a plan needs MODEL, which is not given"),
     # the configuration
-    (PLAN + "plain", "a plan needs --config, which is not given"),
     (PLAN + "plain --config nowhere.json", "nowhere.json"),
     (PLAN + "plain --config cut.json", "cut.json is not JSON: Unterminated string"),
     (PLAN + "words --config cut.json --batch max --memory 1", "cut.json is not JSON: Untermin"),
@@ -788,3 +788,70 @@ def test_a_model_whose_cut_needs_values_is_refused(run, tmp_path):
     assert result.exit_code == 2, result.output
     assert "GPT2LMHeadModel has no tensor plan of its own" in result.output
     assert not result.stdout
+
+
+# ---------------------------------------------------------------- what is told beside the plan
+
+
+def test_each_simulation_is_named_where_someone_asks(run):
+    quiet = run("nets_to_plan:words", "--fit", "speed", "--memory", "1", "--seq", "8")
+    assert "simulation" not in quiet.stderr
+    told = run("nets_to_plan:words", "--fit", "speed", "--memory", "1", "--seq", "8", "--verbose")
+    lines = [line for line in told.stderr.splitlines() if line.startswith("zeroshard: simulation")]
+    assert len(lines) == int(re.findall(r"by (\d+) simulations", told.stdout)[0])
+    assert re.match(r"zeroshard: simulation 1: stage 0, .* peak .*, fits \(\d+ s\)$", lines[0])
+
+
+def test_the_changes_of_a_run_that_does_not_fit_are_named_too(run):
+    told = run("nets_to_plan:plain", "--memory", "0.0001", "--verbose", stage=0)
+    assert "simulation 1: the run as it is configured: peak" in told.stderr
+    assert "does not fit" in told.stderr
+    assert 'simulation 2: {"zero_optimization": {"stage": ' in told.stderr
+
+
+def test_what_is_not_modelled_is_listed_for_who_asks(run):
+    short, long = run("nets_to_plan:plain"), run("nets_to_plan:plain", "--verbose")
+    assert "things are not modelled: --verbose lists them" in short.stdout
+    count = int(re.findall(r"^(\d+) things", short.stdout, re.MULTILINE)[0])
+    assert len(long.stdout.split("not modelled:\n")[1].splitlines()) == count
+
+
+def test_more_ranks_than_processors_ask_for_the_device(run, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    many, few = run("nets_to_plan:plain", ranks=4), run("nets_to_plan:plain", ranks=2)
+    assert "planned for 4 CPU ranks, more than this machine has processors" in many.stderr
+    assert "--target cuda" in many.stderr
+    assert few.stderr == ""
+    assert run("nets_to_plan:plain", "--target", "cuda", ranks=4).stderr == ""
+
+
+def test_a_plan_without_a_configuration_says_what_it_takes(run):
+    run("nets_to_plan:words")  # makes the folder
+    words = ["plan", "nets_to_plan:words", "--seq", "8", "--ranks", "2", "--json"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    assert "no --config is given: bf16, AdamW, stage 3, micro-batch 1" in done.stderr
+    assert json.loads(done.stdout)["stage"] == 3
+    found = CliRunner().invoke(main, [*words, "--fit", "speed", "--memory", "1"])
+    assert found.exit_code == 0, found.output
+    assert "8 samples of each rank in a step" in found.stderr
+    config = json.loads(found.stdout)["config"]
+    assert config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] == 8
+
+
+def test_a_model_of_the_hub_is_planned_if_it_was_downloaded(run, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    constants = pytest.importorskip("huggingface_hub").constants
+    cached = tmp_path / "cache" / "models--org--tiny"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    without = run("org/tiny")
+    assert without.exit_code == 2
+    assert "'org/tiny' is not in the cache of the hub" in without.stderr
+    assert "C.from_pretrained('org/tiny').save_pretrained('tiny')" in without.stderr
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
+    transformers.GPT2Config(**shape).save_pretrained(cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    done = run("org/tiny", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["parameters"] == 4_080

@@ -7,12 +7,13 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zeroshard.cli.saved_folders import check_is_free, copy_model_files, holder, holders
 from zeroshard.cli.telling import AsJson, errors_told
 from zeroshard.errors import CheckpointError, UsageError
 
@@ -131,10 +132,19 @@ def export_command(
             "--exclude-frozen", "--exclude_frozen_parameters", help="Write only trained parameters."
         ),
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace weights that the directory has.")
+    ] = False,
 ) -> None:
-    """Write the weights as safetensors files for Hugging Face libraries, and verify the files."""
+    """Write the weights as safetensors files for Hugging Face libraries, and verify the files.
+
+    Configuration and tokenizer are copied if they lie beside the checkpoint, as with the Trainer.
+    """
     from zeroshard.checkpoint.export import export_checkpoint
 
+    with errors_told():
+        if not overwrite:
+            check_is_free(out)
     with errors_told(), contextlib.closing(_open(directory, tag)) as source, _bar() as progress:
         paths = export_checkpoint(
             source,
@@ -144,6 +154,7 @@ def export_command(
             exclude_frozen_parameters=exclude_frozen,
             progress=progress,
         )
+        paths += copy_model_files(source.path, out)
     for path in paths:
         print(path)
 
@@ -234,10 +245,25 @@ class Row:
 
 
 def rows(directory: Path) -> list[Row]:
-    """The directories in ``directory`` that look like checkpoints, by step."""
+    """The directories in ``directory`` that look like checkpoints, by step.
+
+    If there is none, those one level below, where a Trainer saves (``checkpoint-20/global_step20``).
+    """
+    _check_directory(directory)
+    found = _rows_in(directory)
+    if found:
+        return found
+    return [
+        replace(row, tag=f"{folder.name}/{row.tag}", latest=folder == below[-1] and row.latest)
+        for below in [holders(directory)]
+        for folder in below
+        for row in _rows_in(folder)
+    ]
+
+
+def _rows_in(directory: Path) -> list[Row]:
     from zeroshard.checkpoint import directory as places
 
-    _check_directory(directory)
     latest = ""
     with contextlib.suppress(CheckpointError):
         latest = places.latest(directory)
@@ -371,6 +397,7 @@ def _path(directory: Path, tag: str | None) -> Path:
                 "the directory that contains the checkpoints."
             )
         return directory.resolve()
+    directory, tag = holder(directory, tag)
     return resolve(directory, tag).resolve()
 
 

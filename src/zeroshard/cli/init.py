@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from zeroshard.cli.plan import DOES_NOT_FIT
+from zeroshard.cli.plan import DOES_NOT_FIT, SAMPLES
+from zeroshard.cli.progress import Verbose, progress
 from zeroshard.cli.telling import errors_told, note
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
+    from zeroshard.planner.audience import Audience
     from zeroshard.planner.candidates import Fit
 
 T = TypeVar("T")
 
-GPUS, MEMORY, SAMPLES_PER_GPU = 8, "80", 8
-"""If nothing says how many; the samples are those of a step."""
+GPUS, MEMORY = 8, "80"
+"""If nothing says how many."""
 
 
 class Precision(str, Enum):
@@ -67,15 +69,11 @@ def init_command(
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Ask nothing: use the options and the defaults.")
     ] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Write a configuration for a model and GPUs: stage, offload and micro-batch are planned to fit."""
     with errors_told():
-        if output.exists() and not overwrite:
-            raise UsageError(f"{output} exists already. Give --overwrite, or another --output.")
-        if not output.parent.is_dir():
-            raise UsageError(f"{output} cannot be written: there is no folder {output.parent}.")
-        if model is None and yes:
-            raise UsageError("--yes asks nothing, and --model is not given.")
+        _refuse(output, overwrite, model, asks=not yes)
     asks = not yes
     answers = Answers(
         _answer(model, asks, "Model (a folder, config.json, or script.py:function)", None, str),
@@ -84,16 +82,30 @@ def init_command(
         seq,
     )
     chosen = _answer(precision, asks, "Precision", Precision.bf16, Precision)
-    base = _base(chosen, batch or SAMPLES_PER_GPU * answers.gpus)
+    base = _base(chosen, batch or SAMPLES * answers.gpus)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for module:function
     note("planning, which takes a minute or more for a large model")
     # The model's own prints are no part of the answer.
-    with errors_told(), contextlib.redirect_stdout(sys.stderr):
-        found = _search(answers, base)
+    with (
+        errors_told(),
+        contextlib.redirect_stdout(sys.stderr),
+        progress(verbose=verbose) as audience,
+    ):
+        found = _search(answers, base, audience)
         if found.chosen is not None:
             output.write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
     print(_told(found, output, answers))
     raise typer.Exit(0 if found.chosen is not None else DOES_NOT_FIT)
+
+
+def _refuse(output: Path, overwrite: bool, model: str | None, *, asks: bool) -> None:
+    """Refuse a file that is there, one whose folder is not, and a model that nobody names."""
+    if output.exists() and not overwrite:
+        raise UsageError(f"{output} exists already. Give --overwrite, or another --output.")
+    if not output.parent.is_dir():
+        raise UsageError(f"{output} cannot be written: there is no folder {output.parent}.")
+    if model is None and not asks:
+        raise UsageError("--yes asks nothing, and --model is not given.")
 
 
 @dataclass(frozen=True)
@@ -123,7 +135,7 @@ def _answer(
     return kind(typer.prompt(question, default=shown, type=kind) if asks else shown)
 
 
-def _search(run: Answers, base: dict[str, Any]) -> Fit:
+def _search(run: Answers, base: dict[str, Any], audience: Audience) -> Fit:
     # They import torch and more, which a mistake in the options does not need.
     from zeroshard.config.machine_file import load_machine
     from zeroshard.planner.fit import fit
@@ -133,6 +145,7 @@ def _search(run: Answers, base: dict[str, Any]) -> Fit:
     return fit(
         run.model, base, aim="speed", ranks=run.gpus, length=run.seq, memory_gib=run.gib,
         machine=load_machine(run.memory) if run.gib is None else None, target="cuda",
+        audience=audience,
     )  # fmt: skip
 
 

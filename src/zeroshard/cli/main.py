@@ -28,7 +28,6 @@ from zeroshard.cli.telling import open_standard_streams
 from zeroshard.errors import ConfigError
 
 main = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -43,6 +42,24 @@ main.command("explain")(explain_command)
 main.command("plan")(plan_command)
 main.command("stacks")(stacks_command)
 main.add_typer(ckpt, name="ckpt")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        version_command()
+        raise typer.Exit
+
+
+@main.callback()
+def main_options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the versions and exit."
+        ),
+    ] = False,
+) -> None:
+    """ZeRO training for PyTorch."""
 
 
 @main.command("config")

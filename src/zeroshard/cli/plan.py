@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
-from zeroshard.cli.telling import AsJson, errors_told
+from zeroshard.cli.progress import Verbose, progress
+from zeroshard.cli.telling import AsJson, errors_told, note
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
     from zeroshard.config.machine_file import MachineFile
+    from zeroshard.planner.audience import Audience
     from zeroshard.planner.gpu_kernels import Target
     from zeroshard.planner.plan import Plan
 
 DOES_NOT_FIT = 3
+SAMPLES = 8
+"""Of each rank in a step, if a search has no configuration."""
 
 
 class PlannedDevice(str, Enum):
@@ -43,7 +48,12 @@ ModelName = Annotated[
         "script.py:function, or a script.py that defines plan_entry()."
     ),
 ]
-ConfigFile = Annotated[str | None, typer.Option(help="The configuration of the run (JSON).")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="The configuration of the run (JSON). Default: bf16, AdamW, stage 3, micro-batch 1."
+    ),
+]
 NumRanks = Annotated[int, typer.Option(min=1, help="Number of ranks.")]
 RanksPerNode = Annotated[
     int | None,
@@ -138,21 +148,24 @@ def plan_command(
     trace: TraceFile = None,
     as_json: AsJson = False,
     check: OnlyCheck = False,
+    verbose: Verbose = False,
 ) -> None:
     """Say what a run needs in memory and traffic, without running it. Nothing is downloaded."""
     if measured is not None:
         _measure(measured, model)
         return
-    if model is None or config is None:
-        missing = "MODEL" if model is None else "--config"
-        print(f"zeroshard: a plan needs {missing}, which is not given.", file=sys.stderr)
+    if model is None:
+        note("a plan needs MODEL, which is not given.")
         raise typer.Exit(2)
     if check and memory is None and machine is None:
-        print(
-            "zeroshard: --check compares with --memory, which is not given, nor is --machine.",
-            file=sys.stderr,
-        )
+        note("--check compares with --memory, which is not given, nor is --machine.")
         raise typer.Exit(2)
+    given = _config(config, ranks, searched=fit is not None)
+    if target is None and machine is None and ranks > (os.cpu_count() or 1):
+        note(
+            f"planned for {ranks} CPU ranks, more than this machine has processors. If they are GPUs, "
+            "give --target cuda, or the --machine."
+        )
     # It imports torch and more, and only this command needs it.
     from zeroshard.config.machine_file import load_machine
 
@@ -167,14 +180,27 @@ def plan_command(
             "target": None if target is None else target.value,
         }
     if fit is not None:
-        _search(model, Path(config), ranks, conditions, fit, fit_axes, as_json=as_json)
+        _search(model, given, ranks, conditions, fit, fit_axes, as_json=as_json, verbose=verbose)
     else:
-        found = _planned(
-            model, Path(config), ranks, conditions, batch, html, trace, with_changes=not check
-        )
-        _tell(found, as_json=as_json)
+        with progress(verbose=verbose) as told:
+            found = _planned(
+                model, given, ranks, conditions, batch, html, trace, told, with_changes=not check
+            )
+        _tell(found, as_json=as_json, verbose=verbose)
         if check and not found.fits:
             raise typer.Exit(DOES_NOT_FIT)
+
+
+def _config(path: Path | None, ranks: int, *, searched: bool) -> Path | dict[str, Any]:
+    """The configuration of the run; without a file a small one. ``searched``: without stage and batch."""
+    if path is not None:
+        return path
+    base: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+    if searched:
+        note(f"no --config is given: bf16, AdamW, {SAMPLES} samples of each rank in a step")
+        return base | {"train_batch_size": SAMPLES * ranks}
+    note("no --config is given: bf16, AdamW, stage 3, micro-batch 1")
+    return base | {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
 
 def _refuse_together(
@@ -200,13 +226,14 @@ def _refuse_together(
 
 def _search(
     model: str,
-    config: Path,
+    config: Path | dict[str, Any],
     ranks: int,
     conditions: _Conditions,
     aim: Aim,
     fit_axes: str | None,
     *,
     as_json: bool,
+    verbose: bool,
 ) -> None:
     """Print the configuration that fits. Ends the command."""
     from zeroshard.planner.axes import read_axes
@@ -214,24 +241,27 @@ def _search(
     from zeroshard.planner.plan_text import plan_console, show_fit
 
     # The model's own prints are no part of the answer, which may be JSON.
-    with errors_told(), contextlib.redirect_stdout(sys.stderr):
+    with errors_told(), contextlib.redirect_stdout(sys.stderr), progress(verbose=verbose) as told:
         axes = None if fit_axes is None else read_axes(fit_axes)
-        searched = fit(model, config, aim=aim.value, ranks=ranks, axes=axes, **conditions)
+        searched = fit(
+            model, config, aim=aim.value, ranks=ranks, axes=axes, audience=told, **conditions
+        )
     if as_json:
         print(json.dumps(searched.as_dict(), indent=1))
     else:
-        show_fit(searched, plan_console())
+        show_fit(searched, plan_console(), verbose=verbose)
     raise typer.Exit(0 if searched.chosen is not None else DOES_NOT_FIT)
 
 
 def _planned(
     model: str,
-    config: Path,
+    config: Path | dict[str, Any],
     ranks: int,
     conditions: _Conditions,
     batch: str | None,
     html: Path | None,
     trace: Path | None,
+    told: Audience,
     *,
     with_changes: bool,
 ) -> Plan:
@@ -247,10 +277,11 @@ def _planned(
     with errors_told(), contextlib.redirect_stdout(sys.stderr):
         if batch == "max":
             found = plan_of_largest_batch(
-                model, config, ranks=ranks, with_events=with_events, **conditions
+                model, config, ranks=ranks, with_events=with_events, audience=told, **conditions
             )
         else:
             samples = None if batch is None else _samples(batch)
+            told.begins("the run as it is configured")
             found = make_plan(
                 model,
                 config,
@@ -259,19 +290,20 @@ def _planned(
                 with_events=with_events,
                 **conditions,
             )
+            told.ended(found)
             if with_changes:
-                found = changes.with_changes(found, model, config, **conditions)
+                found = changes.with_changes(found, model, config, audience=told, **conditions)
         _write(found, html, trace)
     return found
 
 
-def _tell(found: Plan, *, as_json: bool) -> None:
+def _tell(found: Plan, *, as_json: bool, verbose: bool) -> None:
     from zeroshard.planner.plan_text import plan_console, show
 
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:
-        show(found, plan_console())
+        show(found, plan_console(), verbose=verbose)
 
 
 def _write(found: Plan, html: Path | None, trace: Path | None) -> None:

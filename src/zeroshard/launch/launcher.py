@@ -294,6 +294,8 @@ def _check_script(request: LaunchRequest) -> None:
                 "ranks execute it directly."
             )
     elif not request.module and not Path(request.script).is_file():
+        if Path(request.script).is_dir():
+            raise LaunchError(f"script {request.script!r} is a folder. Name the program in it.")
         hint = ""
         if Path(*request.script.split(".")).with_suffix(".py").is_file():
             hint = " To run it as a module, give --module."

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from zeroshard.engine.remedies import Remedy, Run, changes, smaller_batches
 from zeroshard.errors import ConfigError, UnsupportedError
+from zeroshard.planner.audience import SILENT, Audience
 from zeroshard.planner.candidates import Strategy
 from zeroshard.planner.fit import calm_collector
 from zeroshard.planner.least_states import least_states_nbytes
@@ -36,17 +37,25 @@ def with_changes(
     machine: MachineFile | None = None,
     target: Target | None = None,
     ranks_per_node: int | None = None,
+    audience: Audience = SILENT,
 ) -> Plan:
     """A plan that does not fit, with up to three changes that make it fit; others stay as they are.
 
     Arguments as for :func:`~zeroshard.planner.make_plan.make_plan`, which made the plan. Each stage,
     offload and checkpointing that may help costs a simulation, and a smaller micro-batch a few.
+    ``audience`` is told of each.
     """
     if plan.fits is not False:
         return plan
     base, fixed = config_dict(config), plan.own_batch
 
     def simulated(line: str, *, few: bool) -> Plan | None:
+        audience.begins(line)
+        found = planned(line, few=few)
+        audience.ended(found)
+        return found
+
+    def planned(line: str, *, few: bool) -> Plan | None:
         keys = changed_keys(line)
         try:
             return make_plan(

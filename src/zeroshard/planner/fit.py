@@ -25,6 +25,7 @@ from zeroshard.config import Config, load_config
 from zeroshard.config.machine_file import MachineFile
 from zeroshard.errors import ConfigError, UsageError
 from zeroshard.parallel.split import PipelineModel
+from zeroshard.planner.audience import SILENT, Audience
 from zeroshard.planner.axes import (
     check_axes_are_free,
     refused_by_model,
@@ -70,12 +71,14 @@ def fit(
     target: Target | None = None,
     axes: Mapping[str, Sequence[int]] | None = None,
     ranks_per_node: int | None = None,
+    audience: Audience = SILENT,
 ) -> Fit:
     """The configuration for a model that fits ``memory_gib``, with the batch of a step as it is.
 
     Arguments and errors as for :func:`~zeroshard.planner.make_plan.make_plan`. ``aim``: see
     :func:`search`; with a machine, "speed" is the smallest predicted time of a step. ``axes``: of the
     mesh that may change, as :func:`~zeroshard.planner.axes.read_axes` gives them; None: the mesh stays.
+    ``audience`` is told of each simulation.
 
     Raises:
         UsageError: there is no limit, the model has a batch of its own, or no size of an axis is
@@ -91,11 +94,14 @@ def fit(
     )  # fmt: skip
 
     def simulated(candidate: Candidate) -> Plan:
-        return make_plan(
+        audience.begins(candidate.text)
+        found = make_plan(
             model, candidate.config(base), ranks=ranks, length=length, memory_gib=memory_gib,
             checkpointing=candidate.checkpointing, machine=machine, target=target, few=True,
             ranks_per_node=ranks_per_node,
         )  # fmt: skip
+        audience.ended(found)
+        return found
 
     with explained(model), lone_rank(0, ranks):
         source = model_source(model, 1, 1, sharded=False)

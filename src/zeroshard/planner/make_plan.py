@@ -27,6 +27,7 @@ from zeroshard.planner.assumptions import (
     shares_memory,
     stands_for_all,
 )
+from zeroshard.planner.audience import SILENT, Audience
 from zeroshard.planner.explained import FACTORY_HINT, explained
 from zeroshard.planner.gpu_kernels import Target
 from zeroshard.planner.largest_batch import largest_batch
@@ -423,10 +424,11 @@ def plan_of_largest_batch(
     target: Target | None = None,
     with_events: bool = False,
     ranks_per_node: int | None = None,
+    audience: Audience = SILENT,
 ) -> Plan:
     """The plan with the largest micro-batch that fits ``memory_gib``; one more sample does not fit.
 
-    Arguments and errors as for :func:`make_plan`. Costs about five simulations.
+    Arguments and errors as for :func:`make_plan`. ``audience`` is told of about five simulations.
 
     Raises:
         UsageError: there is no limit, one sample does not fit, the model has a batch of its own, or the
@@ -435,12 +437,13 @@ def plan_of_largest_batch(
     plans: dict[int, Plan] = {}
 
     def peak_nbytes(samples: int) -> int:
-        if samples in plans:
-            return plans[samples].peak_nbytes
-        plans[samples] = make_plan(
-            model, config, ranks=ranks, micro_batch=samples, length=length, memory_gib=memory_gib,
-            machine=machine, target=target, with_events=with_events, ranks_per_node=ranks_per_node,
-        )  # fmt: skip
+        if samples not in plans:
+            audience.begins(f"micro-batch {samples}")
+            plans[samples] = make_plan(
+                model, config, ranks=ranks, micro_batch=samples, length=length, memory_gib=memory_gib,
+                machine=machine, target=target, with_events=with_events, ranks_per_node=ranks_per_node,
+            )  # fmt: skip
+            audience.ended(plans[samples])
         return plans[samples].peak_nbytes
 
     if (fixed := config_dict(config).get("train_batch_size")) not in (None, "auto"):
@@ -467,8 +470,7 @@ def limit_of(memory_gib: float) -> int:
     """
     if not 0 < memory_gib < math.inf:  # also NaN
         raise UsageError(
-            f"--memory is {memory_gib:g} GiB, which is not a size of memory. Give the memory of one "
-            "device in GiB."
+            f"--memory is {memory_gib:g} GiB, which is not a size of memory. Give the GiB of one device."
         )
     return int(memory_gib * 2**30)
 

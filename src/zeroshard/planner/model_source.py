@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.positions import Positions, most_positions
 from zeroshard.planner.script import ENTRY, script_module
 from zeroshard.zero import Init
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+"""``organization/model``."""
 
 LENGTH = 1024
 """Tokens of a sample if nothing says how many, and the model has positions for so many."""
@@ -313,6 +317,8 @@ def _configuration(name: str) -> Any:
         ) from error
     if not Path(name).exists():
         known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+        if name not in known and HUB_NAME.fullmatch(name):
+            return _downloaded(name)
         if name not in known:
             raise UsageError(
                 f"the model {name!r} is not known: it is neither a folder or file with a config.json, "
@@ -329,6 +335,22 @@ def _configuration(name: str) -> Any:
             f"Transformers cannot read a configuration from {name!r}: {first} Give a folder with a "
             "config.json that this version of Transformers knows, or module:function."
         ) from error
+
+
+def _downloaded(name: str) -> Any:
+    """The configuration of a model of the hub that a program has downloaded before."""
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError):
+        folder = name.rpartition("/")[2]
+        raise UsageError(
+            f"the model {name!r} is not in the cache of the hub, and a plan downloads nothing. Get its "
+            f"configuration, which is small, and plan the folder {folder}:\n"
+            f'  python -c "from transformers import AutoConfig as C; '
+            f"C.from_pretrained('{name}').save_pretrained('{folder}')\""
+        ) from None
 
 
 def _transformers(name: str, config: Any, dtype: torch.dtype) -> Callable[[], nn.Module]:

@@ -37,9 +37,9 @@ def plan_console() -> Console:
     return Console(emoji=False, width=shutil.get_terminal_size((FILE_WIDTH, 24)).columns)
 
 
-def show(plan: Plan, console: Console) -> None:
-    """Print the plan."""
-    for part in _parts(plan):
+def show(plan: Plan, console: Console, *, verbose: bool = False) -> None:
+    """Print the plan. ``verbose``: also what is not modelled."""
+    for part in _parts(plan, verbose):
         if isinstance(part, str):
             console.print(escape(part), highlight=False, soft_wrap=True)
         else:
@@ -71,7 +71,7 @@ def _table(texts: Sequence[str], numbers: Sequence[str], *, title: str) -> Table
     return table
 
 
-def show_fit(fit: Fit, console: Console) -> None:
+def show_fit(fit: Fit, console: Console, *, verbose: bool = False) -> None:
     """Print the result of a search: the configuration, why others lost, and the plan."""
     limit = fit.plan.limit_nbytes
     assert limit is not None  # a search has one
@@ -126,7 +126,7 @@ def show_fit(fit: Fit, console: Console) -> None:
         f"chosen. {fit.order}\n",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    show(fit.plan, console)
+    show(fit.plan, console, verbose=verbose)
 
 
 def _best_of_kinds(fit: Fit) -> Table:
@@ -169,8 +169,12 @@ def _yes(on: bool) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Whether the run fits, by how much, on which rank."""
-    peak = f"peak {size_text(plan.peak_nbytes)} in {plan.peak_phase} on rank {plan.simulation.rank}"
+    """Whether the run fits, by how much, on which rank, and which device that is."""
+    device = {"cpu": "CPU", "cuda": "GPU"}[plan.target]
+    peak = (
+        f"peak {size_text(plan.peak_nbytes)} in {plan.peak_phase} on rank {plan.simulation.rank}, "
+        f"a {device}"
+    )
     if plan.spare_nbytes is None or plan.limit_nbytes is None:
         return f"{peak}; no --memory given, so nothing to compare with"
     spare = plan.spare_nbytes
@@ -212,7 +216,7 @@ def outside_lines(plan: Plan) -> Iterator[str]:
     )
 
 
-def _parts(plan: Plan) -> Iterator[str | Table]:
+def _parts(plan: Plan, verbose: bool) -> Iterator[str | Table]:
     found = plan.simulation
     yield headline(plan)
     yield from outside_lines(plan)
@@ -221,7 +225,7 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
     yield from _one_more(plan)
     yield (
         f"{plan.model}: {found.params_numel:,} parameters, stage {plan.stage}, {plan.mesh.text}, "
-        f"micro-batch {plan.micro_batch}, operations of {plan.target}; "
+        f"micro-batch {plan.micro_batch}; "
         f"state at rest {decimal_text(plan.states_nbytes())}"
     )
     if plan.stages:
@@ -238,7 +242,7 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
     yield from _file_lines(found)
     if plan.time is not None:
         yield from time_lines(plan.time)
-    yield from _limits_of(plan)
+    yield from _limits_of(plan, verbose)
 
 
 def _one_more(plan: Plan) -> Iterator[str]:
@@ -272,16 +276,20 @@ def _file_lines(found: Simulation) -> Iterator[str]:
         yield checkpoint_line(found.checkpoint)
 
 
-def _limits_of(plan: Plan) -> Iterator[str]:
-    """What the plan assumes, and what it does not contain."""
+def _limits_of(plan: Plan, verbose: bool) -> Iterator[str]:
+    """What the plan assumes, and what it does not contain: how many things, or each if ``verbose``."""
     yield "assumed:"
     yield from (f"  - {line}" for line in plan.assumed)
-    yield "not modelled:"
-    yield from (f"  - {line}" for line in plan.not_modelled)
+    left_out = [*plan.not_modelled]
     if plan.time is None:
-        yield "  - the time of a step: no --machine was given"
+        left_out.append("the time of a step: no --machine was given")
     else:
-        yield from (f"  - of the time: {line}" for line in plan.time.not_modelled)
+        left_out += [f"of the time: {line}" for line in plan.time.not_modelled]
+    if verbose:
+        yield "not modelled:"
+        yield from (f"  - {line}" for line in left_out)
+    else:
+        yield f"{len(left_out)} things are not modelled: --verbose lists them"
 
 
 def change_lines(changes: Sequence[Change]) -> Iterator[str]:

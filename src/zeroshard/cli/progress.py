@@ -1,0 +1,73 @@
+"""What ``zeroshard plan`` and ``zeroshard init`` tell while they simulate."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zeroshard.core.sizes import size_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+    from zeroshard.planner.audience import Audience
+    from zeroshard.planner.plan import Plan
+
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Tell more, and name each simulation also where there is no terminal.",
+    ),
+]
+
+
+@contextlib.contextmanager
+def progress(*, verbose: bool) -> Iterator[Audience]:
+    """Tell of simulations on standard error: one line for each, and on a terminal what runs now.
+
+    Nothing is told if standard error is no terminal and ``verbose`` is not set.
+    """
+    if not (verbose or sys.stderr.isatty()):
+        from zeroshard.planner.audience import SILENT  # imports torch
+
+        yield SILENT
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, emoji=False, markup=False)
+    with console.status("zeroshard: reading the model") as status:
+        yield _Told(console, status)
+
+
+class _Told:
+    """Prints a line for each simulation that has ended."""
+
+    def __init__(self, console: Console, status: Status) -> None:
+        self._console, self._status = console, status
+        self._count, self._what, self._began_s = 0, "", 0.0
+
+    def begins(self, what: str) -> None:
+        self._count, self._what, self._began_s = self._count + 1, what, time.monotonic()
+        self._status.update(f"zeroshard: simulation {self._count}: {what}")
+
+    def ended(self, plan: Plan | None) -> None:
+        took_s = time.monotonic() - self._began_s
+        self._console.print(
+            f"zeroshard: simulation {self._count}: {self._what}: {_found(plan)} ({took_s:.0f} s)",
+            soft_wrap=True,
+        )
+
+
+def _found(plan: Plan | None) -> str:
+    if plan is None:
+        return "not possible"
+    verdict = {True: ", fits", False: ", does not fit", None: ""}[plan.fits]
+    return f"peak {size_text(plan.peak_nbytes)}{verdict}"
