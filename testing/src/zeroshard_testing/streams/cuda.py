@@ -15,7 +15,8 @@ import torch
 from zeroshard_testing.streams.clocks import Clock
 from zeroshard_testing.streams.machine import Machine, StreamLine
 from zeroshard_testing.streams.patches import Patches
-from zeroshard_testing.streams.tensors import Storages, number_of
+from zeroshard_testing.streams.tensor_patches import number_of
+from zeroshard_testing.streams.tensors import Storages
 
 if TYPE_CHECKING:
     from typing_extensions import Self

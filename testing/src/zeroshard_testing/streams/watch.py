@@ -15,7 +15,8 @@ from zeroshard_testing.streams.machine import DEVICE_NBYTES, Counts, Machine
 from zeroshard_testing.streams.memory_blocks import MemoryBlock
 from zeroshard_testing.streams.operators import OperatorMode, declare
 from zeroshard_testing.streams.patches import Patches
-from zeroshard_testing.streams.tensors import Storages, TensorPatches
+from zeroshard_testing.streams.tensor_patches import TensorPatches
+from zeroshard_testing.streams.tensors import Storages
 
 
 class Watch:
