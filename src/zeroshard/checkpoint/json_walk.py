@@ -13,21 +13,16 @@ from zeroshard.errors import CheckpointError
 JsonTree: TypeAlias = Union[bool, int, float, str, "list[JsonTree]", "dict[str, JsonTree]", None]
 """A value for ``json.dumps(tree, allow_nan=False)``."""
 
-
 MAX_DEPTH = 64
 """Largest nesting of containers; far below the limit of Python's stack."""
 
-
 MAX_VALUES = 10_000_000
 """Largest number of values. Lists that hold one list twice, many levels deep, have too many to write."""
-
 
 STORED = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
     torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
 }  # dtypes that every safetensors file can hold  # fmt: skip
-
-
 STORED_AS_BYTES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -35,23 +30,15 @@ STORED_AS_BYTES = {
         torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
     )
 }  # fmt: skip
-
-
 DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
-
-
 FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (bool, int, float, str, bytes, list, tuple, dict, set)
 }
-
-
 NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,6}(\[[0-9]*[a-zA-Z]+\])?")
-
-
 ALLOW = '"checkpoint": {"allow_pickle": true}'
 
 

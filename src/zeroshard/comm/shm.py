@@ -58,7 +58,7 @@ from zeroshard.comm.shm_ring import Pending, Ring, move_bytes
 #: A large broadcast travels in at most ``_PIECES`` pieces of at least ``_PIECE_NBYTES`` bytes.
 _PIECES = 64
 _PIECE_NBYTES = 1 << 18
-#: The number of pieces that the source holds copies of, and how long it lets the readers catch up.
+#: The number of pieces that the source holds copies of.
 AHEAD = 4
 
 

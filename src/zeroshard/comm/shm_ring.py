@@ -19,21 +19,11 @@ from zeroshard.comm.shared_memory import RING, Block, PeerMapping
 
 #: Looks at the control block before a wait sleeps. All of them take a few microseconds.
 _LOOKS = 32
-
-
 #: The longest sleep. Between sleeps Python handles signals, and the peer's process is checked.
 _SLICE_S = 0.25
-
-
 _POLL_S = 0.0005  # pause between two looks for a mark, which wakes no sleeper
-
-
-_CATCH_UP_S = 1.0
-
-
+_CATCH_UP_S = 1.0  # how long the source of a large broadcast lets its readers catch up
 NOWHERE = (0, 0, 0)
-
-
 move_bytes = ctypes.memmove
 
 

@@ -18,21 +18,11 @@ from zeroshard.errors import RankLate
 from zeroshard.run.blame import tell_launcher
 
 CHECK_S = 0.25  # how often a waiting rank asks whether the missing ranks still live
-
-
 NOTHING = torch.empty(0, dtype=torch.uint8)  # Recorder.enter needs a tensor
-
-
 ABSENT = "\0absent"  # what no rank writes
-
-
 END_S = 2.0  # how long a process that closed its connections may take to end
-
-
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-
-
 FAILED = "failed"
 """Key of the only field that a rank posts if it failed before it could agree. The value says why."""
 

@@ -15,8 +15,6 @@ from zeroshard.core.hidden import without_secrets
 from zeroshard.core.mesh_sources import ResolvedMesh
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
 WATCHERS = frozenset(
     (
         *("comet", "comms_logger", "csv_monitor", "dump_state", "flops_profiler", "log_level"),
@@ -25,8 +23,6 @@ WATCHERS = frozenset(
         "wall_clock_breakdown",
     )
 )
-
-
 ALWAYS_SHOWN = (*BATCH, "zero_optimization.stage", "gradient_clipping", "transport", "uneven")
 
 

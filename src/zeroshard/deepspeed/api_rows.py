@@ -5,77 +5,43 @@ from __future__ import annotations
 from zeroshard.deepspeed.checkpoint_constants import WORDS
 
 HERE = "zeroshard.deepspeed."
-
-
 _ENGINE, _OPTIMIZER = HERE + "engine", HERE + "optimizer"
-
-
 _ZERO_INIT, _PARAMS, _SYMBOLS = HERE + "zero_init", HERE + "parameters", HERE + "symbols"
-
-
 _OPS, _DEVICE, _VERSION_INFO = HERE + "ops_optimizers", HERE + "device", HERE + "version_info"
-
-
 _ACTIVATIONS, _HELPERS, _LEAF_MODULES = (
     HERE + "activations",
     HERE + "helpers",
     HERE + "leaf_modules",
 )
-
-
 _HOOK_HANDLES, _PARTITION, _MODULE_PATHS = (
     HERE + "hook_handles",
     HERE + "partition",
     HERE + "module_paths",
 )
-
-
 _MONITORS, _CONFIG_MODEL, _POOLS = (
     HERE + "monitors",
     HERE + "config_model",
     "zeroshard.launch.resource_pool",
 )
-
-
 _CHECKPOINT_ENGINE, _PROFILING, _TILED_MLP = (
     HERE + "checkpoint_engine",
     HERE + "flops",
     HERE + "tiled_mlp",
 )
-
-
 _CHECKPOINT_CONSTANTS, _DISTRIBUTED = HERE + "checkpoint_constants", HERE + "distributed"
-
-
 _CONSOLIDATE, _TIMERS = HERE + "consolidate", HERE + "timers"
-
-
 _ESTIMATES, _LOGS, _GROUPS = HERE + "estimates", HERE + "logs", HERE + "groups"
-
-
 _TOPOLOGY, _LAYER_SPECS = HERE + "topology", HERE + "layer_specs"
-
-
 _PIPE_MODULE, _PIPE_ENGINE = HERE + "pipeline_module", HERE + "pipeline_engine"
-
-
 _COMM, _ACCESS = "zeroshard.deepspeed.collectives", "zeroshard.zero.access"
-
-
 _SCHEDULES = "zeroshard.optim.schedulers"
-
-
 TO_FP32 = "zeroshard.checkpoint.zero_to_fp32"
-
-
 SAFE = " ".join(
     f"safe_{verb}_{extent}_{what}"
     for verb in ("get", "set")
     for extent in ("full", "local")
     for what in ("fp32_param", "grad", "optimizer_state")
 )
-
-
 WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=ours" where they differ
     ("", HERE + "entry", "initialize"),
     ("", _ENGINE, "DeepSpeedEngine"),

@@ -40,11 +40,7 @@ from zeroshard.watchdog.stop_signals import StopSignals
 from zeroshard.watchdog.uncaught import leave_uncaught
 
 P = ParamSpec("P")
-
-
 T = TypeVar("T")
-
-
 _CONNECTION = re.compile(r"[Cc]onnection (closed|reset)|[Bb]roken pipe|Read error|gloo|NCCL")
 """How errors of torch's transports speak of a connection that broke."""
 

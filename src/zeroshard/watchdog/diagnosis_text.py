@@ -9,8 +9,6 @@ from zeroshard.comm.flight_recorder import Record
 from zeroshard.watchdog.findings import SET_UP, RankStatus
 
 COLUMNS = 200
-
-
 _WORDS = {
     "all_gather": "gather",
     "reduce_scatter": "reduce",

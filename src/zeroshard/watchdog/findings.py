@@ -12,10 +12,8 @@ from zeroshard.comm.flight_recorder import FlightRecording
 READ = ", read"
 """Suffix of the names of gathers that a program started by reading values; no module needed them."""
 
-
 TORCH = "torch.distributed"
 """Label of the sequence of calls that a program itself makes. Their numbers are not known."""
-
 
 SET_UP = frozenset({"initialize", "zero.Init", "from_pretrained"})
 """Phases that have the time limit of the section ``setup``."""
