@@ -214,7 +214,7 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/gpu.md": [commands, configuration, configuration, configuration],
     "docs/index.md": [commands, changed_loop, commands, toctree, toctree, toctree, toctree],
     "docs/integrations.md": [INTEGRATIONS] * 7,
-    "docs/migrate.md": [compiles, compiles],
+    "docs/migrate.md": [commands, compiles, compiles],
     "docs/monitors.md": [configuration, compiles, commands],
     "docs/offload.md": [configuration, continues, commands],
     "docs/parallel.md": [shown, compiles, runs],
