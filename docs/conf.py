@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 project = "ZeroShard"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"
+]  # fmt: skip
+copybutton_selector = "div:not(.highlight-diff) > div.highlight > pre"
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -42,7 +45,14 @@ LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>\.\./[^)#\s]*)(?:#[^)\s]*)?\)
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", _leave_out_decisions)
     app.connect("source-read", _name_repository_files)
+
+
+def _leave_out_decisions(_app: Sphinx, page: str, source: list[str]) -> None:
+    """Keep decisions out of the side bar and the search: they are about ZeroShard's own code."""
+    if page.startswith("decisions/"):
+        source[0] = f"---\norphan: true\nno-search: true\nnosearch: true\n---\n\n{source[0]}"
 
 
 def _name_repository_files(app: Sphinx, page: str, source: list[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pages import DOCS, ROOT
 
-PACKAGES = ("sphinx", "myst_parser", "furo")
+PACKAGES = ("sphinx", "myst_parser", "furo", "sphinx_copybutton")
 
 
 @pytest.fixture(scope="session")

@@ -194,20 +194,27 @@ TUTORIAL, FORMAT, INTEGRATIONS = (
 )
 RAY = in_test("programs/test_ray.py")
 TYPES = in_test("unit/test_checkpoint_format.py")
+FINE_TUNE, FSDP2 = in_test("compat/test_fine_tune_page.py"), in_test("compat/test_fsdp2_page.py")
 README, PIPELINE = in_test("unit/test_readme.py"), in_test("compat/test_pipeline_page.py")
 
 TREATED: dict[str, list[Treatment]] = {
     "README.md": [commands, changed_loop, configuration, commands, README, commands, README],
     "docs/api.md": [api] * 11,
     "docs/checkpoints.md": [continues, shown, keys, commands, continues, commands],
+    "docs/choose.md": [commands, shown, shown, configuration, commands, shown],
     "docs/clusters.md": [commands, shown, commands, commands, shown, shown, shown, RAY],
     "docs/config.md": [configuration],
     "docs/doctor.md": [commands, shown],
+    "docs/fine-tune.md": [
+        *(FINE_TUNE, FINE_TUNE, FINE_TUNE, configuration, FINE_TUNE),
+        *(compiles, commands, commands),
+    ],
     "docs/format.md": [TYPES, FORMAT, FORMAT, FORMAT],
+    "docs/fsdp2.md": [FSDP2, FSDP2, shown, FSDP2],
     "docs/gpu.md": [commands, configuration, configuration, configuration],
     "docs/index.md": [commands, changed_loop, commands, toctree, toctree, toctree, toctree],
     "docs/integrations.md": [INTEGRATIONS] * 7,
-    "docs/migrate.md": [compiles, compiles],
+    "docs/migrate.md": [commands, compiles, compiles],
     "docs/monitors.md": [configuration, compiles, commands],
     "docs/offload.md": [configuration, continues, commands],
     "docs/parallel.md": [shown, compiles, runs],

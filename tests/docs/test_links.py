@@ -35,13 +35,23 @@ def test_equal_headings_have_numbered_anchors():
     assert anchors("# A `b`, [c](d)\n## Same\n## Same\n") == {"a-b-c", "same", "same-1"}
 
 
+DECISIONS = set((DOCS / "decisions").glob("*.md"))
+
+
 def test_each_page_is_in_a_list_of_the_site():
-    assert listed(DOCS / "index.md") == set(PAGES) - {DOCS / "index.md"}
+    assert listed(DOCS / "index.md") == set(PAGES) - {DOCS / "index.md"} - DECISIONS
+
+
+def test_the_page_of_decisions_has_each_with_its_title():
+    text = (DOCS / "decisions.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\* \[(\d+)\]\((\S+)\) (.*)$", text, re.MULTILINE)
+    titles = [(DOCS / path).read_text(encoding="utf-8").partition("\n")[0] for _, path, _ in shown]
+    assert [f"# {number} {title}" for number, _, title in shown] == titles
+    assert [DOCS / path for _, path, _ in shown] == sorted(DECISIONS)
 
 
 def test_the_first_page_says_what_each_page_of_its_lists_is():
     index = DOCS / "index.md"
     items = "\n".join(re.findall(r"^\* .*$", index.read_text(encoding="utf-8"), re.MULTILINE))
     linked = {(DOCS / path).resolve() for path, _ in links(items)}
-    decisions = set((DOCS / "decisions").glob("*.md"))
-    assert listed(index) - decisions <= linked
+    assert listed(index) <= linked

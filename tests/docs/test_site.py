@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from pages import DOCS, PAGES
@@ -14,6 +15,26 @@ def test_sphinx_has_no_warning(site):
 def test_each_page_is_in_the_site(site):
     built = {path.relative_to(site[0]).with_suffix("") for path in site[0].rglob("*.html")}
     assert {page.relative_to(DOCS).with_suffix("") for page in PAGES} <= built
+
+
+def test_decisions_are_in_no_side_bar_and_no_search(site):
+    page = (site[0] / "index.html").read_text()
+    assert 'href="decisions.html"' in page
+    assert 'href="decisions/' not in page
+    index = (site[0] / "searchindex.js").read_text()
+    indexed = json.loads(index[index.index("{") : index.rindex("}") + 1])
+    decisions = {n for n, name in enumerate(indexed["docnames"]) if name.startswith("decisions/")}
+    hits = [docs if isinstance(docs, list) else [docs] for docs in indexed["terms"].values()]
+    assert len(decisions) > 20
+    assert decisions.isdisjoint({n for docs in hits for n in docs})
+
+
+def test_code_has_a_button_to_copy_it_but_for_diffs(site):
+    page = (site[0] / "index.html").read_text()
+    assert "copybutton.js" in page
+    assert 'class="highlight-diff' in page
+    selector = (site[0] / "_static" / "copybutton.js").read_text()
+    assert "div:not(.highlight-diff) > div.highlight > pre" in selector
 
 
 def test_links_out_of_docs_are_text(site):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 from call_cases import CASES, Case
 from config_cases import CASES as CONFIG_CASES
+from torch import nn
 
-from zeroshard.errors import ZeroShardError
+import zeroshard
+from zeroshard.errors import ConfigError, ZeroShardError
 
 
 def says(text: str, expected: str) -> bool:
@@ -30,3 +34,10 @@ def test_names_are_unique() -> None:
 def test_there_are_enough_of_them() -> None:
     assert len(CASES) >= 25
     assert len(CASES) + len(CONFIG_CASES) >= 60
+
+
+def test_a_mistake_in_a_configuration_is_shown_with_one_frame_of_the_library() -> None:
+    with pytest.raises(ConfigError, match="optimizr: no such key") as caught:
+        zeroshard.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 2, "optimizr": 1})
+    own = [frame for frame in traceback.extract_tb(caught.tb) if "zeroshard" in frame.filename]
+    assert [frame.name for frame in own if "/src/" in frame.filename] == ["initialize"]

@@ -159,6 +159,20 @@ def test_what_the_launcher_said_comes_first(folder, monkeypatch):
     assert not list((folder.root / "default").iterdir())  # the launcher removed what it was told
 
 
+def test_the_report_of_a_launcher_lies_where_its_ranks_have_their_run(folder, monkeypatch):
+    """The launcher has other variables than its ranks, and so would name another run."""
+    monkeypatch.delenv("ZEROSHARD_RUN_ID", raising=False)
+    monkeypatch.setattr("zeroshard.run.run_folder.default_root", lambda: folder.root / "default")
+    message = f"rank 1 raised ValueError: {'long ' * 50}end (exit code 1)."
+    trace = 'Traceback:\n  File "train.py", line 7, in main\n  File "/x/site-packages/a.py", line 1, in a'
+    keep_exit(ExitReport((message,), 1, trace, 1), 0, {"ZEROSHARD_RUN_ID": "run7"})
+    [written] = (folder.root / "default").iterdir()
+    assert written.name == "run7"
+    text = text_of(explain_run(written))
+    assert "long end" in text
+    assert "  raised at train.py:7 in main" in text.splitlines()
+
+
 def test_a_word_waiting_that_is_too_old_is_not_believed(folder):
     folder.record(0, "a", waits=True)
     raw = folder.shared(0) / "0"

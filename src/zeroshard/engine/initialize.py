@@ -18,7 +18,7 @@ from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.data.data_loader import check_dataset
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.restarts import resume as load_newest
-from zeroshard.errors import UsageError
+from zeroshard.errors import ConfigError, UsageError
 from zeroshard.session.join import join_ranks
 
 logger = logging.getLogger("zeroshard")
@@ -73,10 +73,13 @@ def initialize(
         check_dataset(training_data)
     source = _one_config(args, config, config_params)
     join_ranks(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    engine = engine_type(
-        model, config=source, optimizer=optimizer, model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler, device=_asked_device(args), mesh=sources, plan=plan,
-    )  # fmt: skip
+    try:
+        engine = engine_type(
+            model, config=source, optimizer=optimizer, model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler, device=_asked_device(args), mesh=sources, plan=plan,
+        )  # fmt: skip
+    except (ConfigError, UsageError) as mistake:  # of the program: our own frames say nothing
+        raise mistake.with_traceback(None)  # noqa: B904 - it is the same error
     announce(engine)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank

@@ -61,7 +61,7 @@ def keep_exit(report: ExitReport, attempt: int, environ: Mapping[str, str]) -> N
         return
     host = socket.gethostname()
     with contextlib.suppress(OSError):
-        folder = folder or make_run_folder(environ.get(_DUMP_DIR) or None)
+        folder = folder or make_run_folder(environ.get(_DUMP_DIR) or None, environ)
         kept = KeptExit(
             attempt, host, time.time(), report.lines, report.root, report.consequence, report.trace,
             report.exitcode,

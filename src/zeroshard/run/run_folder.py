@@ -85,16 +85,16 @@ def attempt(environ: Mapping[str, str] | None = None) -> int:
     return int(given) if given.isdecimal() else 0
 
 
-def run_folder(dump_dir: str | None) -> Path:
-    """The folder of this process's run. It is not made here.
+def run_folder(dump_dir: str | None, environ: Mapping[str, str] | None = None) -> Path:
+    """The folder of this process's run, or of the one with these variables. It is not made here.
 
     ``dump_dir``: the directory of the folders (``trust.dump_dir``, ``ZEROSHARD_DUMP_DIR``); None: one per
     user in the directory for temporary files.
     """
-    return (Path(dump_dir) if dump_dir else default_root()) / run_id()
+    return (Path(dump_dir) if dump_dir else default_root()) / run_id(environ)
 
 
-def make_run_folder(dump_dir: str | None) -> Path:
+def make_run_folder(dump_dir: str | None, environ: Mapping[str, str] | None = None) -> Path:
     """Make :func:`run_folder`, which only this user can read.
 
     In the default directory only the newest :data:`KEPT_RUNS` runs stay, and those of which a process
@@ -103,7 +103,7 @@ def make_run_folder(dump_dir: str | None) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    folder = run_folder(dump_dir)
+    folder = run_folder(dump_dir, environ)
     is_new = not folder.exists()
     if dump_dir is None:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

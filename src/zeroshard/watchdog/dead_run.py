@@ -167,7 +167,7 @@ def text_of(run: DeadRun) -> str:
     if run.damaged:
         more = f" (and {len(run.damaged) - 1} more)" if len(run.damaged) > 1 else ""
         lines.append(f"cannot be read: {run.damaged[0]}{more}")
-    return "\n".join(cut(line, 240) for line in lines)
+    return "\n".join(cut(line, 1000 if line.startswith("likely") else 240) for line in lines)
 
 
 def _lines_of_cause(run: DeadRun) -> list[str]:
@@ -176,9 +176,20 @@ def _lines_of_cause(run: DeadRun) -> list[str]:
     host = "" if end is None else f" (host {end.peer.process.host}, pid {end.peer.process.pid})"
     at = f", step {status.flight.step}" if status is not None and status.flight else ""
     lines = [f"likely cause: {rank_ranges(run.cause)}{host}{at}: {run.why}"]
+    if place := _raised_at(run.trace):
+        lines.append(f"  raised at {place}")
     if status is not None and (where := _last_of(status)):
         lines.append(f"  {where}")
     return lines
+
+
+def _raised_at(trace: str) -> str:
+    """The innermost line of the program in a traceback; empty if there is none."""
+    frames = re.findall(r'File "(.+)", line (\d+), in (.+)', trace)
+    own = [
+        frame for frame in frames if not re.search(r"[\\/](site-packages|zeroshard)[\\/]", frame[0])
+    ]
+    return "{}:{} in {}".format(*(own or frames)[-1]) if frames else ""
 
 
 def _last_of(status: RankStatus) -> str:
