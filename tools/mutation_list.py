@@ -753,6 +753,36 @@ MUTATIONS = [
         "return grad, None",
         "tests/ranks/test_tensor_plans_on_ranks.py::test_forward_loss_and_gradients_are_those_of_one_process",
     ),
+    # ------------------------------------------------------------------ sequence
+    Mutation(
+        "heads-in-another-order",  # a rank gets every P-th head, and the result has them rank by rank
+        "sequence/all_to_all.py",
+        "x.unflatten(cut, (group.size(), -1)).movedim(cut, 0)",
+        "x.unflatten(cut, (-1, group.size())).movedim(cut + 1, 0)",
+        "tests/parity/test_sequence_parallel.py::test_two_sequence_ranks_equal_one_process",
+    ),
+    Mutation(
+        "key-value-heads-beside-other-queries",  # only with fewer of them than ranks, and more than one
+        "sequence/transformers_attention.py",
+        "(x.repeat_interleave(copies, 1) for x in (key, value))",
+        "(x.repeat(1, copies, 1, 1) for x in (key, value))",
+        "tests/parity/test_sequence_parallel.py::"
+        "test_four_ranks_in_data_and_sequence_equal_one_process",
+    ),
+    Mutation(
+        "packed-samples-see-each-other",  # across the border of ranks
+        "sequence/token_positions.py",
+        "return TokenPositions(all_RT, packed)",
+        "return TokenPositions(all_RT, False)",
+        "tests/parity/test_sequence_parallel.py::test_two_sequence_ranks_equal_one_process",
+    ),
+    Mutation(
+        "sequence-gradients-are-summed",
+        "engine/draft.py",
+        "(self.mesh.sequence if averages else 1)",
+        "1",
+        "tests/parity/test_sequence_parallel.py::test_two_sequence_ranks_equal_one_process",
+    ),
     # ------------------------------------------------------------------ watchdog
     Mutation(
         "ranks-that-left-blamed-before-a-stopped-one",

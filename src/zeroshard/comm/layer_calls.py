@@ -1,9 +1,10 @@
 """The collectives of layers, in process groups that the program opened, recorded for the watchdog.
 
 A layer that is cut over tensor ranks calls ``torch.distributed`` itself, in the group of the mesh that
-the model was cut with. An engine on a mesh has one recorder for these calls (:func:`watch_layers`), so
-the watchdog can name the call in which a rank waits, and a broken connection becomes the diagnosis of
-all ranks, also in a plain ``loss.backward()``. Without an engine nothing is recorded.
+the model was cut with, and so does attention over sequence ranks. An engine on a mesh has one recorder
+for these calls (:func:`watch_layers`), so the watchdog can name the call in which a rank waits, and a
+broken connection becomes the diagnosis of all ranks, also in a plain ``loss.backward()``. Without an
+engine nothing is recorded.
 
 Only calls that use :func:`calls_in` are recorded. torch's own DTensor operations are not.
 """
@@ -11,7 +12,7 @@ Only calls that use :func:`calls_in` are recorded. torch's own DTensor operation
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -30,13 +31,17 @@ class LayerCalls:
     recorder: Recorder
     explanation: Callable[[RuntimeError], Exception | None]
 
-    def begin(self, name: str, tensor: Tensor) -> tuple[Item, float]:
-        """Record an all-reduce of ``tensor``, which the host waits for until :meth:`end`.
+    def begin(
+        self, name: str, tensor: Tensor, *, op: str = "all_reduce", sent: int | None = None
+    ) -> tuple[Item, float]:
+        """Record a collective of ``tensor``, which the host waits for until :meth:`end`.
 
-        Returns the arguments of :meth:`end`.
+        ``sent``: the elements that this rank sends; None: those of an all-reduce. Returns the arguments
+        of :meth:`end`.
         """
         recorder, numel = self.recorder, tensor.numel()
-        item = recorder.enter(recorder.entries("all_reduce")[name], tensor, numel, 2 * numel)
+        moved = 2 * numel if sent is None else sent
+        item = recorder.enter(recorder.entries(op)[name], tensor, numel, moved)
         return item, recorder.begin_wait(item)
 
     def end(self, item: Item, began_s: float) -> None:
@@ -47,6 +52,26 @@ class LayerCalls:
 
 #: Not strong: a program may drop its mesh and its engine without closing the engine.
 _CALLS: weakref.WeakKeyDictionary[dist.ProcessGroup, LayerCalls] = weakref.WeakKeyDictionary()
+
+_ANNOUNCED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def announce(group: dist.ProcessGroup) -> None:
+    """Layers will call ``torch.distributed`` in ``group``. An engine that is built later records that."""
+    _ANNOUNCED.add(group)
+
+
+def announced(ranks: Sequence[int]) -> list[dist.ProcessGroup]:
+    """The announced groups over exactly ``ranks`` that still exist."""
+    return [group for group in list(_ANNOUNCED) if ranks_of(group) == tuple(ranks)]
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The ranks of a process group, in order; none if it was destroyed."""
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return ()
 
 
 def watch_layers(group: dist.ProcessGroup, calls: LayerCalls) -> None:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from zeroshard.comm.dtensors import HEAD_DIMS
 from zeroshard.core.mesh import DIMS, Mesh
 from zeroshard.core.mesh_sources import BATCH_DIMS, Claim, MeshSource, RankPlacement
-from zeroshard.errors import UsageError
+from zeroshard.errors import UnsupportedError, UsageError
 
 _SHARD_AND_SEQUENCE = ("data_shard", "sequence")
 
@@ -190,6 +190,7 @@ def mesh_from_parallelism_config(config: Any) -> MeshSource | None:
 
     Raises:
         UsageError: ``cp_size`` and ``sp_size`` are both above 1, or a size is not a number of ranks.
+        UnsupportedError: ``cp_size`` is above 1.
     """
     claims = []
     for attribute, dim in _ACCELERATE.items():
@@ -200,6 +201,11 @@ def mesh_from_parallelism_config(config: Any) -> MeshSource | None:
         raise UsageError(
             f"ParallelismConfig has cp_size {config.cp_size} and sp_size {config.sp_size}: both divide "
             "the sequence over ranks. Use one of them."
+        )
+    if getattr(config, "cp_size", 1) not in (None, 1):
+        raise UnsupportedError(
+            f"ParallelismConfig has cp_size {config.cp_size}, which means ring attention, and ZeroShard "
+            'has none. Use sp_size with sp_backend="deepspeed": ranks then exchange tokens and heads.'
         )
     return MeshSource("ParallelismConfig", tuple(claims)) if claims else None
 

@@ -19,13 +19,29 @@ FILLED_IN = (
 """Keys whose "auto" libraries replace by their user's choice. If it is left, a default may surprise."""
 
 
-def notices(config: Config, found: Findings, *, resolved: Collection[str]) -> Iterator[str]:
-    """One line for each such value, in a fixed order. ``resolved``: keys whose "auto" became a value."""
+def notices(
+    config: Config, found: Findings, *, resolved: Collection[str], as_deepspeed: bool = False
+) -> Iterator[str]:
+    """One line for each such value, in a fixed order. ``resolved``: keys whose "auto" became a value.
+
+    ``as_deepspeed``: the program was written for DeepSpeed.
+    """
     if found.ignored:
         yield f"unknown keys, ignored: {', '.join(found.ignored)}"
     yield from _of_defaults(config, found, resolved)
     yield from _of_optimizer(config)
+    if as_deepspeed and config.parallel.sequence > 1:
+        yield from _of_sequences(config, found)
     yield from _without_effect(config, found)
+
+
+def _of_sequences(config: Config, found: Findings) -> Iterator[str]:
+    if "sequence_parallel_gradient" not in found.given:
+        yield (
+            "sequence_parallel_gradient is not given: gradients are means over data and sequence ranks "
+            f"at every stage. At stages 0 to 2 DeepSpeed's are {config.parallel.sequence} times as "
+            'large, which changes what gradient_clipping does; "sum" gives those'
+        )
 
 
 def _of_defaults(config: Config, found: Findings, resolved: Collection[str]) -> Iterator[str]:

@@ -102,7 +102,8 @@ class _Read:
     """A configuration that is checked, apart from what depends on the number of ranks.
 
     ``where``: the source in words. ``reasons``: the origins of what "auto" became. ``from_arguments``:
-    keys that arguments gave. ``derived``: the batch sizes that are not given.
+    keys that arguments gave. ``derived``: the batch sizes that are not given. ``as_deepspeed``: the
+    program was written for DeepSpeed.
     """
 
     raw: dict[str, Any]
@@ -112,6 +113,7 @@ class _Read:
     reasons: dict[str, str]
     from_arguments: set[str]
     derived: set[str]
+    as_deepspeed: bool
 
 
 def _one_source(source: Source, args_config: Source) -> tuple[dict[str, Any], str]:
@@ -149,7 +151,7 @@ def _read(
     config, reasons = _resolve_auto_precision(config, found, hardware)
     unknown = found.rejected if for_training else found.rejected | found.autos
     found.errors.extend(contradictions(config, given=found.given, unknown=unknown))
-    return _Read(raw, where, config, found, reasons, from_arguments, _missing_sizes(config))
+    return _Read(raw, where, config, found, reasons, from_arguments, _missing_sizes(config), as_deepspeed)
 
 
 def _solved(
@@ -168,7 +170,7 @@ def _solved(
     if resolved is not None:
         config, sized = _with_sizes(config, resolved, found)
         reasons = reasons | sized
-    found.notices.extend(notices(config, found, resolved=reasons))
+    found.notices.extend(notices(config, found, resolved=reasons, as_deepspeed=read.as_deepspeed))
     origins = _origins(config, found, read.where, read.from_arguments, read.derived | solved)
     return LoadedConfig(
         config=config,
@@ -349,7 +351,7 @@ def _without_copies(config: Config, found: Findings, mesh: Mesh) -> Config:
     the same samples.
     """
     train, micro, gas = (getattr(config, name) for name in BATCH)
-    if mesh.tensor == 1 or None in (train, micro, gas):
+    if mesh.tensor * mesh.sequence == 1 or None in (train, micro, gas):
         return config
     product = micro * gas * mesh.dp_size
     if (
@@ -359,8 +361,8 @@ def _without_copies(config: Config, found: Findings, mesh: Mesh) -> Config:
     ):
         return config
     found.notices.append(
-        f"train_batch_size: {train} counts the samples of all {mesh.world_size} ranks, but tensor "
-        f"ranks get the same samples, so it is {product}"
+        f"train_batch_size: {train} counts the samples of all {mesh.world_size} ranks, but "
+        f"{'sequence' if mesh.tensor == 1 else 'tensor'} ranks get the same samples, so it is {product}"
     )
     return config.model_copy(update={"train_batch_size": product})
 

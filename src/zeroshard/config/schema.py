@@ -343,7 +343,8 @@ class Config(Section):
         None, "Dtype in which gradients are reduced. null: the dtype of the enabled mode."
     )
     seq_parallel_communication_data_type: Dtype = accept(
-        "float32", "The same for sequence parallelism, which is not implemented yet."
+        "float32",
+        "The same for sequence parallelism. Gradients of all ranks are reduced in one dtype.",
     )
     prescale_gradients: Flag = honour(
         False,
@@ -435,7 +436,12 @@ class Config(Section):
     tensor_parallel: side.TensorParallelConfig = not_yet(
         side.TensorParallelConfig, "Tensor parallelism."
     )
-    sequence_parallel_size: Count = not_yet(1, "Another name of parallel.sequence. 1: not given.")
+    sequence_parallel_size: Count = honour(1, "Another name of parallel.sequence. 1: not given.")
+    sequence_parallel_gradient: Annotated[Literal["mean", "sum"], Lower] = honour(
+        "mean",
+        "mean: gradients are divided by the data-parallel size x the number of sequence ranks. sum: by "
+        "the data-parallel size, as DeepSpeed does at stages 0 to 2.",
+    )
     data_parallel_size: Count | None = honour(
         None, "Number of ranks that train on different samples: data_replicate x data_shard."
     )

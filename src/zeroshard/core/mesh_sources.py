@@ -20,7 +20,6 @@ BATCH_DIMS = tuple(dim for dim in DIMS if dim in BATCH)
 """The dimensions whose sizes multiply to the data-parallel size."""
 
 NOT_YET: dict[str, str] = {
-    "sequence": "sequence parallelism is not implemented yet; use 1, and activation checkpointing",
     "expert": "expert parallelism is not implemented yet; use 1: ZeRO shards experts in ordinary modules",
 }
 """Dimension -> why it has to be 1, and what to do instead. A dimension without a row works."""

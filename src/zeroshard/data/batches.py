@@ -81,7 +81,7 @@ def _tensor_text(index: int, rank: int, shares: Sequence[int]) -> str:
     group = [other for other, share in enumerate(shares) if share == shares[rank]]
     return (
         f"rank {rank} has no batch {index}, but another one of the ranks {', '.join(map(str, group))} "
-        "does. They are one tensor group, which trains on the same samples. Choose samples by "
+        "does. They train on the same samples (tensor or sequence ranks). Choose samples by "
         "engine.dp_rank and engine.dp_size."
     )
 

@@ -23,11 +23,8 @@ _MONITORS, _CONFIG_MODEL, _POOLS = (
     HERE + "config_model",
     "zeroshard.launch.resource_pool",
 )
-_CHECKPOINT_ENGINE, _PROFILING, _TILED_MLP = (
-    HERE + "checkpoint_engine",
-    HERE + "flops",
-    HERE + "tiled_mlp",
-)
+_CHECKPOINT_ENGINE, _PROFILING = HERE + "checkpoint_engine", HERE + "flops"
+_SEQUENCE = "zeroshard.sequence."
 _CHECKPOINT_CONSTANTS, _DISTRIBUTED = HERE + "checkpoint_constants", HERE + "distributed"
 _CONSOLIDATE, _TIMERS = HERE + "consolidate", HERE + "timers"
 _ESTIMATES, _LOGS, _GROUPS = HERE + "estimates", HERE + "logs", HERE + "groups"
@@ -94,7 +91,18 @@ WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=ou
                                                             "CheckpointCommitInfo"),
     ("runtime.checkpoint_engine.torch_checkpoint_engine", _CHECKPOINT_ENGINE, "TorchCheckpointEngine "
                                                                   "CheckpointEngine"),
-    ("runtime.sequence_parallel.ulysses_sp", _TILED_MLP, "TiledMLP"),
+    ("runtime.sequence_parallel.ulysses_sp", HERE + "ulysses", "UlyssesSPAttentionHF"),
+    ("runtime.sequence_parallel.ulysses_sp", _SEQUENCE + "split_batches",
+     "UlyssesSPDataLoaderAdapter=SequenceLoader"),
+    ("runtime.sequence_parallel.ulysses_sp", _SEQUENCE + "tiled",
+     "TiledMLP TiledFusedLogitsLoss SequenceTiledCompute sequence_tiled_compute"),
+    ("runtime.sequence_parallel.parallel_state_sp", HERE + "ulysses", "initialize_sequence_parallel"),
+    ("runtime.sequence_parallel.parallel_state_sp", _GROUPS, " ".join(
+        f"get_{word}_parallel_{what}=_get_{word}_parallel_{what}"
+        for word in ("sequence", "sequence_data")
+        for what in ("group", "world_size", "rank")
+    )),
+    ("sequence.layer", _SEQUENCE + "attention", "DistributedAttention"),
     ("runtime.zero.config", _SYMBOLS, "ZeroStageEnum"),
     ("runtime.zero.config", _HELPERS, "DeepSpeedZeroConfig"),
     ("runtime.zero.offload_config", _SYMBOLS, "OffloadDeviceEnum OffloadStateTypeEnum"),

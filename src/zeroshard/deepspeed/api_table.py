@@ -93,9 +93,6 @@ _PIPE = (
     "its schedule is not offered; use PipelineModule, or zeroshard.parallel.pipeline() with another "
     "schedule"
 )
-_SEQUENCE = (
-    "sequence parallelism is not implemented yet; leave it out, or use gradient checkpointing"
-)
 _EXPERTS = (
     "expert parallelism is not implemented yet; ZeRO trains models with experts in ordinary modules"
 )
@@ -114,9 +111,6 @@ _STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them 
     ("refused", "", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
      "it is a CUDA implementation of one BERT layer; use "
      "torch.nn.functional.scaled_dot_product_attention"),
-    ("later", "runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF "
-     "UlyssesSPDataLoaderAdapter", _SEQUENCE),
-    ("later", "sequence.layer", "DistributedAttention", _SEQUENCE),
     ("later", "moe.layer", "MoE", _EXPERTS),
     ("refused", "compression.compress", "init_compression redundancy_clean", _COMPRESS),
     ("later", "linear", "OptimizedLinear LoRAConfig QuantizationConfig",

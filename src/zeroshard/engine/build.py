@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zeroshard.checkpoint.local_state import LocalState
 from zeroshard.comm.dtensors import groups_over
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
+from zeroshard.comm.layer_calls import announced
 from zeroshard.config import Config, LoadedConfig
 from zeroshard.core.layout import Slot, is_counted, is_split
 from zeroshard.core.mesh import HOLDERS, Mesh
@@ -183,7 +184,8 @@ def _assemble(
             exchange=_exchange(draft, watch, runtime, order),
             scaler=scaler,
             accumulation=accumulation,
-            dp_size=draft.coordinate.dp_size,
+            num_terms=draft.num_terms,
+            terms_per_batch=draft.num_terms // draft.coordinate.dp_size,
             device=device,
             checks_overflow=scales_loss(settings, policy) or after_bad_step is not None,
         )
@@ -198,6 +200,8 @@ def _assemble(
             hooks.note_forwards(order.note)
             tensor_ranks = draft.mesh.group(draft.rank_info.rank, {"tensor"})
             watch.watch_layers(groups_over(model.parameters(), tensor_ranks))
+        if draft.mesh.sequence > 1:
+            watch.watch_layers(announced(draft.mesh.group(draft.rank_info.rank, {"sequence"})))
         parts = EngineParts(
             draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
             scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,

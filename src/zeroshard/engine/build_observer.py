@@ -91,7 +91,7 @@ def _run_log(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> RunLog |
 def _first_line(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> dict[str, Any]:
     """What is known of the run when it starts."""
     mesh, settings = draft.mesh, draft.loaded.config
-    dims = ("pipeline", "data_replicate", "data_shard", "tensor")
+    dims = ("pipeline", "data_replicate", "data_shard", "sequence", "tensor")
     return {
         "kind": "run",
         "format": RECORD_FORMAT,

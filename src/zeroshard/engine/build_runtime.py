@@ -327,7 +327,7 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
         in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
         predivide=predivide(
             frame.config,
-            frame.draft.coordinate.dp_size,
+            frame.draft.num_terms,
             {buffer.unit.row.reduce for buffer in buffers},
         ),
         copy_sums=[

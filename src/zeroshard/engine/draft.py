@@ -78,6 +78,15 @@ class Draft:
     monitors: Monitors
     head_copies: tuple[int, ...]  # how many tensor ranks share key/value heads, each number once
 
+    @property
+    def num_terms(self) -> int:
+        """By how many the sum of the ranks' gradients is divided.
+
+        Sequence ranks have parts of a sequence, and losses of which each is a mean.
+        """
+        averages = self.loaded.config.sequence_parallel_gradient == "mean"
+        return self.mesh.dp_size * (self.mesh.sequence if averages else 1)
+
 
 def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     """Check what the caller passed, read the configuration, and plan the units. Moves no memory.

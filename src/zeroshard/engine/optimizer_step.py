@@ -142,7 +142,8 @@ class StepOutcome:
 class OptimizerStep:
     """The optimizer step of one engine.
 
-    ``checks_overflow``: a step whose gradient is not finite is skipped.
+    ``num_terms``: by how many the sum of gradients is divided; ``terms_per_batch``: how many of them are
+    ranks with parts of one batch. ``checks_overflow``: a step whose gradient is not finite is skipped.
     """
 
     def __init__(
@@ -154,7 +155,8 @@ class OptimizerStep:
         exchange: NormExchange,
         scaler: LossScaler,
         accumulation: Accumulation,
-        dp_size: int,
+        num_terms: int,
+        terms_per_batch: int,
         device: torch.device,
         checks_overflow: bool,
     ) -> None:
@@ -168,7 +170,7 @@ class OptimizerStep:
         self._scaler = scaler
         self._adapts_scale = isinstance(scaler, DynamicScale)  # only fp16, which checks overflow
         self._accumulation = accumulation
-        self._dp_size = dp_size
+        self._num_terms, self._terms_per_batch = num_terms, terms_per_batch
         self._device = device
         self._ops = ops_of(device)
         self._wide = widest(runtime.units)
@@ -306,11 +308,11 @@ class OptimizerStep:
 
     def mean_factor(self) -> float:
         """The factor that turns the sum over ranks and backwards into the mean."""
-        ranks: float = self._dp_size
+        ranks: float = self._num_terms
         if self._settings.gradient_allreduce_op == "sum":
             ranks = 1
         elif self._active:  # the mean number of ranks with a batch, over the step's micro-batches
-            ranks = self._active / self._rounds
+            ranks = self._active / self._rounds * self._terms_per_batch
         return self._runtime.reducer.predivide / ranks / self._accumulation.remaining_divisor
 
     def unscaled_factor(self) -> float:

@@ -222,10 +222,10 @@ class SessionOpener:
         return recorder
 
     def open_layers(self, mesh: Mesh) -> Recorder | None:
-        """A recorder of the collectives of layers; None without tensor ranks."""
-        if mesh.tensor == 1:
+        """A recorder of the collectives of layers; None without tensor and sequence ranks."""
+        members = mesh.group(self.crew.ranks[self.crew.me], {"tensor", "sequence"})
+        if len(members) == 1:
             return None
-        members = mesh.group(self.crew.ranks[self.crew.me], {"tensor"})
         return self.watch_group(f"layers of {rank_ranges(members)}", "layers", members)
 
     def open_pipeline(self, mesh: Mesh) -> PipelineLinks:

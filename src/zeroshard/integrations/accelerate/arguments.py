@@ -59,7 +59,7 @@ def check_samples(engine: PreparedEngine, shares: int) -> None:
 
 SAME_SAMPLES = (
     *("parallel.tensor", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
-    "parallel.pipeline",
+    *("parallel.pipeline", "parallel.sequence", "sequence_parallel_size"),
 )
 """Keys with the size of a dimension of the mesh along which ranks train on the same samples."""
 

@@ -1,0 +1,126 @@
+"""The all-to-all of sequence parallelism: a dimension is cut over the ranks, and another one joined.
+
+``P``: ranks of the sequence group. In names of tensors: ``B`` samples, ``H`` heads, ``K`` key/value
+heads, ``T`` tokens of the sequence, ``t`` = T / P tokens of a rank, ``D`` elements of a head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.layer_calls import calls_in
+from zeroshard.errors import UsageError
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup, *, cut: int, join: int) -> Tensor:
+    """Cut ``x`` along ``cut`` into one piece for each rank, and join the pieces of all along ``join``.
+
+    Dimension ``cut`` shrinks to 1/P, dimension ``join`` grows to P times its size; the other sizes and
+    the dtype stay. Rank ``p`` gets piece ``p`` of every rank, in the order of ranks. All ranks pass equal
+    shapes. Differentiable, any number of times: the backward is the exchange in the other direction.
+    Sends (P - 1) / P of ``x``.
+    """
+    done: Tensor = _Exchange.apply(x, group, cut, join)
+    return done
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
+        ctx.group, ctx.cut, ctx.join = group, cut, join
+        # The pieces of all ranks lie one after another, so each is one message.
+        pieces = x.unflatten(cut, (group.size(), -1)).movedim(cut, 0).contiguous()
+        got = torch.empty_like(pieces)
+        with recorded(group, "all_to_all", "tokens and heads", pieces):
+            # As bytes: the transports of the CPU do not know every dtype.
+            dist.all_to_all_single(as_bytes(got), as_bytes(pieces), group=group)
+        return got.movedim(0, join).flatten(join, join + 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad, ctx.group, cut=ctx.join, join=ctx.cut), None, None, None
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a view of its bytes, 1-dim."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def tokens_to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Tensors ``[B, heads, t, D]`` -> ``[B, heads / P, T, D]``. Those of equal ``D`` share one message.
+
+    The numbers of heads may differ, and are divisible by P.
+    """
+    size = group.size()
+    if len({tensor.shape[-1] for tensor in tensors}) > 1:
+        return [all_to_all(tensor, group, cut=1, join=2) for tensor in tensors]
+    pieces = [tensor.unflatten(1, (size, -1)) for tensor in tensors]
+    whole = all_to_all(torch.cat(pieces, 2).flatten(1, 2), group, cut=1, join=2)
+    return list(whole.split([piece.shape[2] for piece in pieces], 1))
+
+
+def heads_to_tokens(x_BTHD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[B, T, heads / P, D]`` -> ``[B, t, heads, D]``: the inverse, for the result of attention."""
+    return all_to_all(x_BTHD, group, cut=1, join=2).contiguous()
+
+
+def check_heads(heads: int, kv_heads: int, size: int) -> int:
+    """How often key/value heads are copied, so that ``size`` ranks can divide them.
+
+    Raises:
+        UsageError: heads do not divide by ``size``, or key/value heads neither divide by it nor divide
+        it.
+
+    >>> check_heads(8, 8, 4), check_heads(8, 2, 4)
+    (1, 2)
+    """
+    if heads % size:
+        raise UsageError(
+            f"attention has {heads} heads, which {size} sequence ranks cannot divide: each of them "
+            "computes all tokens of some heads. Use a number of sequence ranks that divides the heads."
+        )
+    if kv_heads % size and size % kv_heads:
+        raise UsageError(
+            f"attention has {kv_heads} key/value heads and {size} sequence ranks: one number must divide "
+            "the other, so that each rank has the key/value heads of its query heads. Use another number "
+            "of sequence ranks."
+        )
+    return max(1, size // kv_heads)
+
+
+def gathered(row: Tensor, group: dist.ProcessGroup, name: str) -> Tensor:
+    """The ``row`` of every rank, ``[P, *row.shape]``, in the order of ranks. All shapes are equal."""
+    rows = row.new_empty((group.size(), *row.shape))
+    with recorded(group, "all_gather", name, rows):
+        dist.all_gather([as_bytes(own) for own in rows], as_bytes(row.contiguous()), group=group)
+    return rows
+
+
+@contextlib.contextmanager
+def recorded(group: dist.ProcessGroup, op: str, name: str, tensor: Tensor) -> Iterator[None]:
+    """Record a collective of a layer, if an engine watches the group. ``tensor``: what it moves.
+
+    Raises:
+        DistributedError: a connection broke; the diagnosis of all ranks.
+    """
+    calls = calls_in(group)
+    if calls is None:
+        yield
+        return
+    begun = calls.begin(
+        name, tensor, op=op, sent=tensor.numel() * (group.size() - 1) // group.size()
+    )
+    try:
+        yield
+    except RuntimeError as error:
+        if (found := calls.explanation(error)) is None:
+            raise
+        raise found from error
+    finally:
+        calls.end(*begun)
