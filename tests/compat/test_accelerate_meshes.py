@@ -127,5 +127,7 @@ def test_what_does_not_fit_is_refused():
         train(by_name(1, {"tensor_parallel": {"autotp_size": 2}}))
     with pytest.raises(Exception, match=r"tensor: .* is 1, but ParallelismConfig.tp_size is 2"):
         train(by_name(1, {"parallel": {"tensor": 1}}, tp_size=2))
+    with pytest.raises(UsageError, match=r"sp_size=\.\.\.\): the loaders .* do not cut sequences"):
+        by_name(1, sp_size=2)
     with pytest.raises(Exception, match=r"cp_size 2, which means ring attention"):
         train(by_name(1, cp_size=2))

@@ -14,10 +14,10 @@ from support import sequence_models as tiny
 from support.covering import each_value
 from support.sequence_models import Run, Setting
 from torch.distributed.device_mesh import init_device_mesh
+from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard import sequence
-from zeroshard_testing import on_ranks
 
 pytest.importorskip("transformers")
 

@@ -77,8 +77,8 @@ def cases() -> list[tuple[Call, str]]:
         (opening(mesh_param=(3, 1)), "ConfigError: 1 problem"),
         (opening(mesh_param="four"), "UsageError: mesh_param is 'four'"),
         (opening(keys={"parallel": {"tensor": 8}}), "ConfigError: 1 problem"),
-        (opening(keys={"parallel": {"sequence": 2}}), "ConfigError: 1 problem"),
-        (opening(keys={"sequence_parallel_size": 2}), "ConfigError: 1 problem"),
+        (opening(keys={"parallel": {"sequence": 3}}), "ConfigError: 1 problem"),
+        (opening(keys={"sequence_parallel_size": 8}), "ConfigError: 1 problem"),
         (opening(keys={"parallel": {"expert": 2}}), "ConfigError: 1 problem"),
         (
             opening(keys={"parallel": {"tensor": 2}}),
@@ -118,7 +118,7 @@ def cases() -> list[tuple[Call, str]]:
         (staged(schedule="1f1b"), "UsageError: pipeline(schedule='1f1b'): choose one of"),
         (staged(gather="always"), "UsageError: pipeline(gather='always'): choose one of"),
         (staged(pair={"tensor": 2}), "UsageError: the mesh is pipeline 2 x tensor 2"),
-        (staged(pair={"sequence": 2}), "ConfigError: 1 problem"),
+        (staged(pair={"sequence": 2}), "UnsupportedError: the mesh is pipeline 2 x sequence 2"),
     ]
 
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from support import sequence_models as tiny
 from support.sequence_models import Setting
+from zeroshard_testing import on_ranks
 
 from zeroshard import sequence
 from zeroshard.errors import DistributedError, UnsupportedError, UsageError
-from zeroshard_testing import on_ranks
 
 pytest.importorskip("transformers")
 

@@ -236,6 +236,17 @@ def test_json_has_the_bytes_of_the_formula_and_the_traffic(run, stage, shards):
     assert found["assumed"] and found["not_modelled"]
 
 
+def test_sequence_ranks_have_a_part_of_the_tokens_and_share_the_shards(run):
+    def plan(sequence: int, *options: str):
+        done = run("nets_to_plan:words", "--json", *options, parallel={"sequence": sequence})
+        return done.output if done.exit_code else json.loads(done.output)
+
+    shared, alone = plan(2, "--seq", "32"), plan(1, "--seq", "16")
+    assert shared["memory"] == alone["memory"]
+    assert any("one of 2 sequence ranks" in line for line in shared["assumed"])
+    assert "9 tokens, which 2 sequence ranks cannot divide" in plan(2, "--seq", "9")
+
+
 @pytest.mark.parametrize(("distance", "kept"), [(None, 1), (0, 0), (10**9, 2)])
 def test_units_that_stay_gathered_are_named_and_gathered_once(run, distance, kept):
     names = ["first", "second"]

@@ -151,7 +151,9 @@ def _read(
     config, reasons = _resolve_auto_precision(config, found, hardware)
     unknown = found.rejected if for_training else found.rejected | found.autos
     found.errors.extend(contradictions(config, given=found.given, unknown=unknown))
-    return _Read(raw, where, config, found, reasons, from_arguments, _missing_sizes(config), as_deepspeed)
+    return _Read(
+        raw, where, config, found, reasons, from_arguments, _missing_sizes(config), as_deepspeed
+    )
 
 
 def _solved(

@@ -7,6 +7,7 @@ allocated. Everything is decided here, so that the step does not test whether a 
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ from zeroshard.zero.mode_switch import publish_modes
 from zeroshard.zero.module_order import ModuleOrder
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.reduce import GradReducer
+
+logger = logging.getLogger("zeroshard")
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +204,7 @@ def _assemble(
             tensor_ranks = draft.mesh.group(draft.rank_info.rank, {"tensor"})
             watch.watch_layers(groups_over(model.parameters(), tensor_ranks))
         if draft.mesh.sequence > 1:
-            watch.watch_layers(announced(draft.mesh.group(draft.rank_info.rank, {"sequence"})))
+            _watch_sequences(draft, watch)
         parts = EngineParts(
             draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
             scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
@@ -212,6 +215,20 @@ def _assemble(
     if trains_on_host:
         return_large_blocks(offloaded=False)
     return parts
+
+
+def _watch_sequences(draft: Draft, watch: CommSession) -> None:
+    """Record the collectives of attention over sequence ranks. Warns if there is no such attention."""
+    groups = announced(draft.mesh.group(draft.rank_info.rank, {"sequence"}))
+    watch.watch_layers(groups)
+    if not groups and draft.rank_info.is_main_rank:
+        logger.warning(
+            "the mesh is %s, but no attention is spread over sequence ranks so far: with a part of the "
+            "tokens, each rank would attend to these only. Call zeroshard.sequence.register(), or "
+            "DeepSpeed's UlyssesSPAttentionHF.register_with_transformers(), before initialize(), or use "
+            "DistributedAttention.",
+            draft.mesh.text,
+        )
 
 
 def _share_buffers(draft: Draft, watch: CommSession, draw: FirstValues) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.sizes import size_text
+from zeroshard.errors import UsageError
 from zeroshard.planner.gpu_kernels import Target
 
 NOT_MODELLED = (
@@ -46,6 +47,31 @@ def stands_for_all(mesh: Mesh) -> str:
     """Which ranks were simulated."""
     one = "rank 0" if mesh.pipeline == 1 else "one rank of each pipeline stage"
     return f"{one} stands for all {mesh.world_size} ranks: shards have equal sizes"
+
+
+def tokens_of_rank(length: int | None, mesh: Mesh) -> int | None:
+    """The tokens that a rank has of a sample of ``length`` tokens; None: not given.
+
+    Raises:
+        UsageError: sequence ranks cannot divide the sample.
+    """
+    if length is not None and length % mesh.sequence:
+        raise UsageError(
+            f"a sample has {length} tokens, which {mesh.sequence} sequence ranks cannot divide. Give a "
+            "multiple of their number."
+        )
+    return None if length is None else length // mesh.sequence
+
+
+def of_sequence_ranks(mesh: Mesh) -> tuple[str, ...]:
+    """What a plan leaves out if ranks share the tokens of a sequence."""
+    if mesh.sequence == 1:
+        return ()
+    return (
+        f"the batch is what one of {mesh.sequence} sequence ranks has of the tokens. Attention is "
+        "planned over these: its activations are as large as those over all tokens of some heads, but "
+        "its operations are more in truth, and the exchange of tokens and heads is not counted",
+    )
 
 
 def of_two_memories(device_nbytes: int, together_nbytes: int) -> list[str]:

@@ -60,7 +60,7 @@ def _check_name(name: str) -> None:
         return
     if name in DIMS:
         why = (
-            "sequence parallelism does not exist yet"
+            "its size is not searched, so write it into the configuration (parallel.sequence)"
             if name == "sequence"
             else "how many ranks share the samples of a step follows from the other axes"
         )

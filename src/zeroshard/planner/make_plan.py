@@ -22,10 +22,12 @@ from zeroshard.errors import UsageError
 from zeroshard.parallel.schedules import settled_after
 from zeroshard.planner.assumptions import (
     not_modelled,
+    of_sequence_ranks,
     of_two_memories,
     on_one_host,
     shares_memory,
     stands_for_all,
+    tokens_of_rank,
 )
 from zeroshard.planner.audience import SILENT, Audience
 from zeroshard.planner.explained import FACTORY_HINT, explained
@@ -186,17 +188,18 @@ def _read(
     mesh = mesh_of(loaded.config, ranks)
     engine_cuts = mesh.tensor > 1 and _cuts_by_itself(loaded.config)
     is_sharded = loaded.config.zero_optimization.stage == 3
+    of_rank = tokens_of_rank(length, mesh)
     # A factory may ask for its rank, as PipelineModule does.
     with explained(model, FACTORY_HINT), lone_rank(0, ranks):
         source = model_source(
             model,
             _size_of(loaded.config),
-            length,
+            of_rank,
             sharded=is_sharded and not engine_cuts and mesh.pipeline == 1,
             checkpointing=checkpointing,
             stages=mesh.pipeline,
         )
-    assumed = source.assumed
+    assumed = (*source.assumed, *of_sequence_ranks(mesh))
     if source.own_batch:
         refuse_options(model, micro_batch, length)
         if is_sized:

@@ -19,11 +19,18 @@ OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_p
 
 
 def refuse_others(arguments: dict[str, Any]) -> None:
-    """Refuse a plug-in that shards the model, too.
+    """Refuse a plug-in that shards the model, too, and sequence ranks, for which loaders would cut
+    batches.
 
     Raises:
         UsageError: one is among ``arguments``.
     """
+    if (getattr(arguments.get("parallelism_config"), "sp_size", None) or 1) > 1:
+        raise UsageError(
+            "ParallelismConfig(sp_size=...): the loaders of this Accelerator do not cut sequences. Use "
+            "accelerate.Accelerator with its plug-in for DeepSpeed, or zeroshard.initialize() with "
+            "zeroshard.sequence.split_batch()."
+        )
     given = [name for name in OTHERS if arguments.get(name) is not None]
     if given:
         raise UsageError(

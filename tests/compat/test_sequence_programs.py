@@ -13,10 +13,10 @@ from support import sequence_models as tiny
 from support.sequence_models import Setting
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from zeroshard_testing import on_ranks
 
 from zeroshard import sequence
 from zeroshard.errors import UsageError
-from zeroshard_testing import on_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
