@@ -51,20 +51,17 @@ def initialize(
     index of the GPU to train on. ``engine_type``: the class to build.
 
     ``mesh``, ``mpu`` and ``mesh_param`` say how many ranks there are along each dimension, as the
-    configuration may do. They must agree. :func:`zeroshard.comm.mesh_objects.mesh_sources` reads them.
-    ``plan``: cut the model over tensor ranks, by globs and styles or by "auto"
-    (:func:`zeroshard.parallel.tensor_parallel`). DeepSpeed's ``autotp_size`` means "auto".
+    configuration may do. They must agree. ``plan``: cut the model over tensor ranks, by globs and styles
+    or by "auto" (:func:`zeroshard.parallel.tensor_parallel`). DeepSpeed's ``autotp_size`` means "auto".
 
     ``resume``: a directory of checkpoints, or "auto": the ``--checkpoint-dir`` of ``zeroshard launch``,
-    else ``preemption.save_dir``. The engine loads the newest checkpoint there that is complete,
-    undamaged and finite, with the place in ``training_data``. Without one the run starts anew.
-    ``engine.resumed`` then has its path and ``client_state``.
+    else ``preemption.save_dir``. The newest one that is complete, undamaged and finite is loaded, with
+    the place in ``training_data``. ``engine.resumed`` has its path and ``client_state``, or is None.
 
     Raises:
         ConfigError: the configuration has mistakes; the same text on every rank.
         UsageError: the arguments do not fit together; the same text on every rank.
-        CheckpointError: on every rank: the checkpoint of ``resume`` is of another model, or all are
-            damaged.
+        CheckpointError: on every rank: the checkpoint of ``resume`` is of another model, or all damaged.
     """
     if model is None:
         raise UsageError("initialize() needs model=: the torch.nn.Module to train.")
