@@ -348,7 +348,7 @@ def let_threads_be_ranks(put: Callable[[Any, str, Any], None] = setattr) -> None
 
     ``put(module, name, value)`` replaces what a module has.
     """
-    from zeroshard.comm import agreement
+    from zeroshard.comm import store_keys
     from zeroshard.comm.host import Process, _stat
     from zeroshard.session import session
     from zeroshard.watchdog import inquiry, tracked_calls, watchdog
@@ -369,7 +369,7 @@ def let_threads_be_ranks(put: Callable[[Any, str, Any], None] = setattr) -> None
 
     for module in (session, watchdog):
         put(module, "this_process", this_process)
-    for module in (agreement, session):
+    for module in (store_keys, session):
         put(module, "PrefixStore", below)
     put(session, "default_store", lambda: _HERE.player.store)
     put(tracked_calls, "call_of_torch", lambda _thread: None)  # sees the frames of all ranks here

@@ -121,7 +121,7 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
      Scenario(2, "disk", "on_the_cpu")),
     ("offload/swap_file.py", "Transfer.join", "self._ended.wait",
      Scenario(3, "all disk", "exception_in_backward")),
-    ("zero/access.py", "_adopt_edits", "unit.comm.broadcast",
+    ("zero/gathered.py", "_adopt_edits", "unit.comm.broadcast",
      Scenario(2, "none", "edits", 4)),
     ("zero/materialize.py", "scatter", "comm.broadcast",
      Scenario(3, "none", "sharded_construction", 4)),

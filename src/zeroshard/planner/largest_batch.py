@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from zeroshard.core.sizes import size_text
@@ -63,3 +64,16 @@ def _guess(known: list[tuple[int, int]], fits: int, over: int | None, limit_nbyt
         return (fits + over) // 2
     line = one + int((limit_nbytes - one_nbytes) / slope) if slope > 0 else 2 * fits
     return max(fits + 1, min(line, MOST if over is None else over - 1))
+
+
+def limit_of(memory_gib: float) -> int:
+    """Bytes of device memory.
+
+    Raises:
+        UsageError: it is no size of memory.
+    """
+    if not 0 < memory_gib < math.inf:  # also NaN
+        raise UsageError(
+            f"--memory is {memory_gib:g} GiB, which is not a size of memory. Give the GiB of one device."
+        )
+    return int(memory_gib * 2**30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -32,7 +31,7 @@ from zeroshard.planner.assumptions import (
 from zeroshard.planner.audience import SILENT, Audience
 from zeroshard.planner.explained import FACTORY_HINT, explained
 from zeroshard.planner.gpu_kernels import Target
-from zeroshard.planner.largest_batch import largest_batch
+from zeroshard.planner.largest_batch import largest_batch, limit_of
 from zeroshard.planner.model_source import ModelSource, model_source, refuse_own_batch
 from zeroshard.planner.own_batch import (
     MICRO_BATCH,
@@ -463,19 +462,6 @@ def plan_of_largest_batch(
     assert limit_nbytes is not None
     samples, one_more_nbytes = largest_batch(peak_nbytes, limit_nbytes)
     return replace(plans[samples], one_more_nbytes=one_more_nbytes)
-
-
-def limit_of(memory_gib: float) -> int:
-    """Bytes of device memory.
-
-    Raises:
-        UsageError: it is no size of memory.
-    """
-    if not 0 < memory_gib < math.inf:  # also NaN
-        raise UsageError(
-            f"--memory is {memory_gib:g} GiB, which is not a size of memory. Give the GiB of one device."
-        )
-    return int(memory_gib * 2**30)
 
 
 def config_dict(config: Any) -> dict[str, Any]:

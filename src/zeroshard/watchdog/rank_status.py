@@ -66,13 +66,15 @@ _LIBRARIES = (
 _PHASES = {
     (_PACKAGE + os.path.join("zero", "init.py"), ""): "zero.Init",
     (_PACKAGE + os.path.join("zero", "access.py"), ""): "access",
+    (_PACKAGE + os.path.join("zero", "gathered.py"), ""): "access",
     (_PACKAGE + os.path.join("zero", "sharded_parameter.py"), ""): "access",
     (_PACKAGE + os.path.join("zero", "hooks.py"), ""): "forward",
     (_PACKAGE + os.path.join("engine", "build.py"), ""): "initialize",
     (_PACKAGE + os.path.join("engine", "optimizer_step.py"), ""): "step",
     (_PACKAGE + os.path.join("engine", "export.py"), ""): "export",
     **{
-        (_PACKAGE + os.path.join("engine", "engine.py"), function): phase
+        (_PACKAGE + os.path.join("engine", file), function): phase
+        for file in ("engine.py", "training_engine.py", "engine_base.py")
         for function, phase in {
             "forward": "forward",
             "backward": "backward",
