@@ -239,7 +239,7 @@ def test_json_has_the_bytes_of_the_formula_and_the_traffic(run, stage, shards):
 def test_sequence_ranks_have_a_part_of_the_tokens_and_share_the_shards(run):
     def plan(sequence: int, *options: str):
         done = run("nets_to_plan:words", "--json", *options, parallel={"sequence": sequence})
-        return done.output if done.exit_code else json.loads(done.output)
+        return done.output if done.exit_code else json.loads(done.stdout)
 
     shared, alone = plan(2, "--seq", "32"), plan(1, "--seq", "16")
     assert shared["memory"] == alone["memory"]

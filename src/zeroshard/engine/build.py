@@ -34,7 +34,7 @@ from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
 from zeroshard.engine.non_finite import NanPolicy, nan_policy
 from zeroshard.engine.offload_states import StateOffloader
-from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake
+from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake, is_simulated
 from zeroshard.engine.param_groups import groups_in_words
 from zeroshard.engine.restarts import tell_launcher
 from zeroshard.engine.runtime import ZeroRuntime
@@ -221,7 +221,7 @@ def _watch_sequences(draft: Draft, watch: CommSession) -> None:
     """Record the collectives of attention over sequence ranks. Warns if there is no such attention."""
     groups = announced(draft.mesh.group(draft.rank_info.rank, {"sequence"}))
     watch.watch_layers(groups)
-    if not groups and draft.rank_info.is_main_rank:
+    if not groups and draft.rank_info.is_main_rank and not is_simulated():
         logger.warning(
             "the mesh is %s, but no attention is spread over sequence ranks so far: with a part of the "
             "tokens, each rank would attend to these only. Call zeroshard.sequence.register(), or "
