@@ -76,13 +76,13 @@ def test_the_load_of_this_machine_is_read():
 
 @pytest.mark.parametrize("name", presets())
 def test_a_plan_with_a_preset_tells_time_and_assumptions(plan, name):
-    result = plan("--machine", name, "--ranks", "4")
+    result = plan("--machine", name, "--ranks", "4", "--verbose")
     assert result.exit_code == 0, result.output
     assert "tokens/s" in result.output
     assert "The band is 40% of the total: not measured were " in result.output
     assert "device.bytes_per_s (assumed)" in result.output
     assert "of the time: waits for a slower rank" in result.output
-    assert result.output.startswith("fits, ")  # the memory of the machine is the limit
+    assert result.stdout.startswith("fits, ")  # the memory of the machine is the limit
 
 
 def test_json_has_the_time_of_a_step(plan):
