@@ -15,6 +15,7 @@ from zeroshard_testing import on_ranks
 
 from zeroshard import sequence
 from zeroshard.errors import DistributedError, UnsupportedError, UsageError
+from zeroshard.sequence.token_positions import PositionExchange
 
 pytest.importorskip("transformers")
 
@@ -49,7 +50,7 @@ def test_attention_that_does_not_fit_together_is_an_error():
     text = raised(UsageError, lambda: net(**shorter))
     assert "rank 1 has 7 tokens, and rank 0 has 8" in text
     text = raised(UsageError, lambda: net(input_ids=own["input_ids"]))
-    assert "position_ids are 0 to 7 on every rank" in text
+    assert "position_ids are 0 to 7 in every row of the ranks 0, 1, one sequence group" in text
     hiding = torch.ones(2, 8, dtype=torch.bool)
     hiding[0, : 3 * rank] = False
     text = raised(UsageError, lambda: net(**own, attention_mask=hiding))
@@ -74,6 +75,45 @@ def test_attention_that_does_not_fit_together_is_an_error():
     with pytest.raises(UsageError, match="knows no attention implementation 'sdqa'"):
         sequence.register("sdqa", group)
     sequence.unregister()
+
+
+@on_ranks(2)
+def test_samples_that_begin_at_ranks_in_every_row_are_no_mistake():
+    group = dist.group.WORLD
+    sequence.register("sdpa", group)
+    net = tiny.model(SETTING).train()
+    packed = whole() | {"position_ids": torch.arange(8).repeat(2, 2)}
+    own = sequence.split_batch(packed, group)
+    del own["shift_labels"]
+    halves = [
+        {key: packed[key][:, at : at + 8] for key in ("input_ids", "position_ids")} for at in (0, 8)
+    ]
+    shared = net(**own).logits
+    sequence.unregister()
+    assert torch.allclose(shared, net(**halves[dist.get_rank()]).logits, atol=1e-12)
+
+
+@on_ranks(2)
+def test_positions_at_the_address_of_others_are_gathered_again():
+    """Of another model, whose positions were made after those of the first model were freed."""
+    exchange = PositionExchange(dist.group.WORLD)
+    q, models = torch.zeros(1, 2, 4, 8), [torch.nn.Linear(1, 1) for _ in range(3)]
+    early = torch.arange(4)[None] + 4 * dist.get_rank()
+    late = early + 100
+    reused = False
+    for _ in range(100):
+        ids = early.clone()
+        found = exchange.of(models[0], q, q, ids, None, None)
+        assert exchange.of(models[1], q, q, ids, None, None) is found  # another layer
+        address = id(ids)
+        del ids
+        ids = late.clone()
+        reused = reused or id(ids) == address
+        found = exchange.of(models[2], q, q, ids, None, None)
+        assert found.all_RT.tolist() == [[*range(100, 108)]]
+    assert reused
+    ids.sub_(50)
+    assert exchange.of(models[1], q, q, ids, None, None).all_RT.tolist() == [[*range(50, 58)]]
 
 
 @on_ranks(2)

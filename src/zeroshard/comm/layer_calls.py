@@ -11,8 +11,9 @@ Only calls that use :func:`calls_in` are recorded. torch's own DTensor operation
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -89,3 +90,34 @@ def forget_layers(recorder: Recorder) -> None:
 def calls_in(group: dist.ProcessGroup) -> LayerCalls | None:
     """What records the calls in ``group``; None if no engine watches it."""
     return _CALLS.get(group)
+
+
+@contextlib.contextmanager
+def recorded(
+    group: dist.ProcessGroup,
+    name: str,
+    tensor: Tensor,
+    *,
+    op: str = "all_reduce",
+    sent: int | None = None,
+) -> Iterator[None]:
+    """Record a collective of a layer inside the block, if an engine watches ``group``.
+
+    Arguments as of :meth:`LayerCalls.begin`.
+
+    Raises:
+        DistributedError: a connection broke; the diagnosis of all ranks.
+    """
+    calls = calls_in(group)
+    if calls is None:
+        yield
+        return
+    begun = calls.begin(name, tensor, op=op, sent=sent)
+    try:
+        yield
+    except RuntimeError as error:
+        if (found := calls.explanation(error)) is None:
+            raise
+        raise found from error
+    finally:
+        calls.end(*begun)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zeroshard.comm.layer_calls import calls_in
+from zeroshard.comm.layer_calls import recorded
 
 
 def add_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -65,16 +65,8 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, name: str, op: Any = No
         DistributedError: a connection broke; the diagnosis of all ranks.
     """
     op = dist.ReduceOp.SUM if op is None else op
-    calls = None if torch.compiler.is_compiling() else calls_in(group)
-    if calls is None:
+    if torch.compiler.is_compiling():
         dist.all_reduce(tensor, op=op, group=group)
         return
-    begun = calls.begin(name, tensor)
-    try:
+    with recorded(group, name, tensor):
         dist.all_reduce(tensor, op=op, group=group)
-    except RuntimeError as error:
-        if (found := calls.explanation(error)) is None:
-            raise
-        raise found from error
-    finally:
-        calls.end(*begun)

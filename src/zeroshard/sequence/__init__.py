@@ -11,6 +11,7 @@ from zeroshard.sequence.attention import DistributedAttention
 from zeroshard.sequence.loss import mean_over_tokens
 from zeroshard.sequence.split_batches import SequenceLoader, split_batch
 from zeroshard.sequence.tiled import TiledMLP, sequence_tiled_compute
+from zeroshard.sequence.token_positions import samples_begin_at_ranks
 from zeroshard.sequence.transformers_attention import SequenceAttention, register, unregister
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "TiledMLP",
     "mean_over_tokens",
     "register",
+    "samples_begin_at_ranks",
     "sequence_tiled_compute",
     "split_batch",
     "unregister",

@@ -6,15 +6,14 @@ heads, ``T`` tokens of the sequence, ``t`` = T / P tokens of a rank, ``D`` eleme
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.layer_calls import calls_in
+from zeroshard.comm.layer_calls import recorded
 from zeroshard.errors import UsageError
 
 
@@ -37,7 +36,9 @@ class _Exchange(torch.autograd.Function):
         # The pieces of all ranks lie one after another, so each is one message.
         pieces = x.unflatten(cut, (group.size(), -1)).movedim(cut, 0).contiguous()
         got = torch.empty_like(pieces)
-        with recorded(group, "all_to_all", "tokens and heads", pieces):
+        with recorded(
+            group, "tokens and heads", pieces, op="all_to_all", sent=_sent(pieces, group)
+        ):
             # As bytes: the transports of the CPU do not know every dtype.
             dist.all_to_all_single(as_bytes(got), as_bytes(pieces), group=group)
         return got.movedim(0, join).flatten(join, join + 1)
@@ -45,6 +46,11 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return all_to_all(grad, ctx.group, cut=ctx.join, join=ctx.cut), None, None, None
+
+
+def _sent(moved: Tensor, group: dist.ProcessGroup) -> int:
+    """Elements that this rank sends of what all ranks have."""
+    return moved.numel() * (group.size() - 1) // group.size()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -97,30 +103,6 @@ def check_heads(heads: int, kv_heads: int, size: int) -> int:
 def gathered(row: Tensor, group: dist.ProcessGroup, name: str) -> Tensor:
     """The ``row`` of every rank, ``[P, *row.shape]``, in the order of ranks. All shapes are equal."""
     rows = row.new_empty((group.size(), *row.shape))
-    with recorded(group, "all_gather", name, rows):
+    with recorded(group, name, rows, op="all_gather", sent=_sent(rows, group)):
         dist.all_gather([as_bytes(own) for own in rows], as_bytes(row.contiguous()), group=group)
     return rows
-
-
-@contextlib.contextmanager
-def recorded(group: dist.ProcessGroup, op: str, name: str, tensor: Tensor) -> Iterator[None]:
-    """Record a collective of a layer, if an engine watches the group. ``tensor``: what it moves.
-
-    Raises:
-        DistributedError: a connection broke; the diagnosis of all ranks.
-    """
-    calls = calls_in(group)
-    if calls is None:
-        yield
-        return
-    begun = calls.begin(
-        name, tensor, op=op, sent=tensor.numel() * (group.size() - 1) // group.size()
-    )
-    try:
-        yield
-    except RuntimeError as error:
-        if (found := calls.explanation(error)) is None:
-            raise
-        raise found from error
-    finally:
-        calls.end(*begun)

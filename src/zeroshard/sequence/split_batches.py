@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from zeroshard.errors import DistributedError, UsageError
 from zeroshard.sequence.all_to_all import as_bytes
+from zeroshard.sequence.token_positions import begins_at_0, samples_begin_at_ranks
 
 logger = logging.getLogger("zeroshard")
 
@@ -123,8 +124,19 @@ def split_batch(
                 "samples by engine.dp_rank and engine.dp_size, which are equal in a sequence group, and "
                 "shuffle with equal seeds."
             )
+    if _has_begins_at_ranks(made, size):
+        samples_begin_at_ranks(group)
     tokens = made["input_ids"].shape[1]
     return {key: piece_of(value, tokens, at, size) for key, value in made.items()}
+
+
+def _has_begins_at_ranks(made: Mapping[str, Any], size: int) -> bool:
+    """Whether a sample begins at the first token of a rank after the first, in all rows of the batch."""
+    positions_RT = made["position_ids"]
+    if positions_RT.dim() != 2 or positions_RT.shape[1] != made["input_ids"].shape[1]:
+        return False  # attention says what is wrong, on every rank
+    positions_PRt = positions_RT.unflatten(1, (size, -1)).transpose(0, 1)
+    return bool(begins_at_0(positions_PRt)[1:].any())
 
 
 @dataclass
@@ -134,6 +146,7 @@ class _Offer:
     ended: bool = False
     error: str = ""
     digest: int = 0
+    begins_at_ranks: bool = False
     kept: dict[str, Any] = field(default_factory=dict)  # what is not cut: as it is
     cut: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(
         default_factory=dict
@@ -217,7 +230,10 @@ class SequenceLoader:
         except Exception as error:  # the other ranks wait for this one's offer
             return _Offer(error=f"{type(error).__name__}: {error}"), [], error
         tokens = made["input_ids"].shape[1]
-        offer = _Offer(digest=0 if self._has_compared else digest(made))
+        offer = _Offer(
+            digest=0 if self._has_compared else digest(made),
+            begins_at_ranks=_has_begins_at_ranks(made, size),
+        )
         pieces: list[list[Tensor]] = [[] for _ in range(size)]
         for key, value in made.items():
             first = piece_of(value, tokens, 0, size)
@@ -241,6 +257,8 @@ class SequenceLoader:
                 f"sequence group ({', '.join(map(str, ranks))}) do. Each rank's loader must have equally "
                 "many batches: drop or pad the rest (a DistributedSampler does)."
             )
+        if any(offer.begins_at_ranks for offer in offers):
+            samples_begin_at_ranks(self.sp_group)
         if self._has_compared or ended:
             return
         self._has_compared = True

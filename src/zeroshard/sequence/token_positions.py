@@ -29,6 +29,24 @@ _HEADER = (
 )
 
 
+_BEGIN_AT_RANKS: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def samples_begin_at_ranks(group: dist.ProcessGroup) -> None:
+    """Say that samples may begin at the first token of a rank in all rows, as if positions were missing.
+
+    Rows that are packed of samples of one length have that. :func:`split_batch` and
+    :class:`SequenceLoader` say it by themselves, when they have cut such a batch.
+    """
+    _BEGIN_AT_RANKS.add(group)
+
+
+def begins_at_0(positions_PRt: Tensor) -> Tensor:
+    """For each rank, whether its positions are 0, 1, 2, ... in every row; ``[P]`` bool."""
+    at_t = torch.arange(positions_PRt.shape[2], device=positions_PRt.device)
+    return (positions_PRt == at_t).flatten(1).all(1)
+
+
 def sample_numbers(positions_RT: Tensor) -> Tensor:
     """For each token of a row, the number of the packed sample that it belongs to; 0 is the first."""
     starts = torch.ones_like(positions_RT, dtype=torch.bool)
@@ -73,14 +91,14 @@ class PositionExchange:
     """Gathers positions, and keeps them for the other layers of a forward.
 
     The layer that gathered does so again when it runs the next time, which is in the next forward, or
-    when its activations are recomputed. ``trusts``: whether equal positions on all ranks are what the
-    program means.
+    when its activations are recomputed. Other layers use what it found if they have the same tensor of
+    positions, unchanged: an address alone may be that of a freed tensor, on some of the ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.trusts = False
         self._first: weakref.ref[Any] | None = None
+        self._ids: weakref.ref[Tensor] | None = None
         self._of: tuple[Any, ...] = ()
         self._found: TokenPositions | None = None
 
@@ -107,11 +125,13 @@ class PositionExchange:
                 f"position_ids have the shape {tuple(position_ids.shape)}. Sequence ranks know positions "
                 "of text, [samples, tokens]; models with positions of images are not supported."
             )
-        own = (*query.shape, key.shape[1], None if position_ids is None else id(position_ids))
+        own = (*query.shape, key.shape[1], None if position_ids is None else position_ids._version)
         first = None if self._first is None else self._first()
-        if own == self._of and first is not None and first is not module:
+        is_same = (None if self._ids is None else self._ids()) is position_ids
+        if own == self._of and is_same and first is not None and first is not module:
             return self._found
         self._first, self._of = weakref.ref(module), own
+        self._ids = None if position_ids is None else weakref.ref(position_ids)
         self._found = self._gather(query, key, position_ids, mask, window)
         return self._found
 
@@ -134,15 +154,18 @@ class PositionExchange:
             return None
         all_PRt = gathered(position_ids.to(torch.int64), self.group, "positions")
         all_RT = all_PRt.transpose(0, 1).flatten(1)
-        starts_at_0 = (all_PRt == torch.arange(tokens, device=all_PRt.device)).all()
         is_packed = sample_numbers(all_RT).any()
-        alike, packed = torch.stack([starts_at_0, is_packed]).tolist()
-        if alike and not self.trusts:
+        *at_0, packed = torch.cat([begins_at_0(all_PRt), is_packed.view(1)]).tolist()
+        if any(at_0[1:]) and self.group not in _BEGIN_AT_RANKS:
+            ranks = ranks_of(self.group)
+            anew = [rank for rank, found in zip(ranks, at_0, strict=True) if found]
             raise UsageError(
-                f"position_ids are 0 to {tokens - 1} on every rank of a sequence group, as if each had a "
-                "sequence of its own. They are probably missing, so that the model counted the tokens of "
-                "one rank. Pass position_ids that were cut with the tokens "
-                "(zeroshard.sequence.split_batch and the loaders do)."
+                f"position_ids are 0 to {tokens - 1} in every row of the ranks "
+                f"{', '.join(map(str, anew))}, one sequence group, as if each had sequences of its own. "
+                "They are probably missing, so that the model counted the tokens of one rank. Pass "
+                "position_ids that were cut with the tokens (zeroshard.sequence.split_batch and the "
+                "loaders do). If samples do begin at the first token of a rank in every row, call "
+                "zeroshard.sequence.samples_begin_at_ranks(group)."
             )
         return TokenPositions(all_RT, packed)
 
