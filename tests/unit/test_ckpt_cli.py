@@ -226,13 +226,17 @@ def test_export_refuses_what_it_does_not_know(make, place, tmp_path, run, words,
     assert said in run("export", place, "--out", tmp_path / "out", *words, code=2).stderr
 
 
-def test_export_replaces_weights_only_if_asked(make, place, tmp_path, run):
+def test_export_replaces_a_model_only_if_asked(make, place, tmp_path, run):
     make(10)
+    (place / "config.json").write_text("new")
     out = tmp_path / "out"
     run("export", place, "--out", out)
+    (out / "config.json").write_text("of another model")
     said = run("export", place, "--out", out, code=2).stderr
     assert f"{out} has weights already (model.safetensors). Give --overwrite" in said
+    assert (out / "config.json").read_text() == "of another model"
     run("export", place, "--out", out, "--overwrite")
+    assert (out / "config.json").read_text() == "new"
 
 
 # ---------------------------------------------------------------------- the folder of a Trainer

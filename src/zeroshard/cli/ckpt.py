@@ -133,7 +133,7 @@ def export_command(
         ),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace weights that the directory has.")
+        bool, typer.Option("--overwrite", help="Replace the model that the directory has.")
     ] = False,
 ) -> None:
     """Write the weights as safetensors files for Hugging Face libraries, and verify the files.
@@ -154,7 +154,7 @@ def export_command(
             exclude_frozen_parameters=exclude_frozen,
             progress=progress,
         )
-        paths += copy_model_files(source.path, out)
+        paths += copy_model_files(source.path, out, overwrite=overwrite)
     for path in paths:
         print(path)
 

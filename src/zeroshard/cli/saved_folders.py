@@ -75,15 +75,16 @@ def check_is_free(out: Path) -> None:
         )
 
 
-def copy_model_files(source: Path, out: Path) -> list[Path]:
-    """Copy what lies beside a checkpoint and belongs to its model; files that ``out`` has stay.
+def copy_model_files(source: Path, out: Path, *, overwrite: bool) -> list[Path]:
+    """Copy what lies beside a checkpoint and belongs to its model.
 
-    ``source``: the folder of the checkpoint. Looked at are this folder and the one above.
+    ``source``: the folder of the checkpoint. Looked at are this folder and the one above. ``overwrite``:
+    also files that ``out`` has, which are of the model whose weights are replaced.
     """
     copied = []
     for name in MODEL_FILES:
         beside = [folder / name for folder in (source, source.parent) if (folder / name).is_file()]
-        if beside and not (out / name).exists():
+        if beside and (overwrite or not (out / name).exists()):
             shutil.copyfile(beside[0], out / name)
             copied.append(out / name)
     return copied
