@@ -207,7 +207,9 @@ def test_a_library_with_other_bits_is_refused(tmp_path, right, wrong):
             ("at += part_numel) found", "at += 2 * part_numel) found"),
             ("std::min(part_numel, cuts[2 * i + 1] - at)", "cuts[2 * i + 1] - at"),
             ("norms[i] =", "norms[0] ="),
-            ("return std::sqrt(sums[0])", "return sums[0]"),
+            (": std::sqrt(sums[0])", ": sums[0]"),
+            ("kApart = 4", "kApart = 8"),
+            ("numel == 1 ?", "numel == 0 ?"),
         ],
         every=3,
     ),
@@ -239,6 +241,17 @@ def test_norms_are_those_of_torch_whoever_measures(monkeypatch, threads):
     for used in (library, None):
         found = norms_of(grad, cuts, used)
         assert torch.equal(torch.stack(list(found)), torch.stack(expected))
+
+
+def test_norms_are_those_of_torch_where_it_flushes_denormal_numbers():
+    native_adam.prepare()
+    native_adam.wait()
+    assert native_adam.norms() is not None
+    torch.set_flush_denormal(True)
+    try:
+        assert native_adam.norms_agree_with_torch(native_adam.norms())
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_without_a_compiler_there_is_one_line_and_no_library(monkeypatch, tmp_path):

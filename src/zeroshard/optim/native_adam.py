@@ -113,12 +113,15 @@ def agrees_with_torch(candidate: CompiledAdam, *, numel: int = 4096) -> bool:
 def norms_agree_with_torch(candidate: CompiledNorms) -> bool:
     """Whether norms of short and long fragments, of all magnitudes, have torch's bits on 1 to 3 threads.
 
-    Pieces are shorter than in use, so that many are added. Dtypes are given, as in :func:`_agrees`.
+    Pieces are shorter than in use, so that many are added. Half of the squares are about as small as denormal
+    numbers begin; the thread has the program's choice of :func:`torch.set_flush_denormal`. Dtypes are given,
+    as in :func:`_agrees`.
     """
     generator = torch.Generator().manual_seed(0)
     piece_numel = 1000
     for at, numel in enumerate((*range(35), 999, 1000, 1001, 8191, 40_003)):
-        scale = 10.0 ** float(torch.randint(-20, 18, (), generator=generator))
+        low, high = ((-20, 18), (-22, -17))[at % 2]
+        scale = 10.0 ** float(torch.randint(low, high, (), generator=generator))
         grad = torch.randn(numel + at, generator=generator, dtype=torch.float32)
         grad = (grad * scale).to(torch.bfloat16)
         cuts = [(at, at + numel), (0, at), (at // 2, at + numel)]
