@@ -62,7 +62,7 @@ def _updates(numel: int, times: int = 3) -> dict[str, Any]:
         group = {**ADAMW, "decoupled_weight_decay": True, "maximize": False}
 
         def update() -> None:
-            compiled.update(spans, grad, 1.0, [group], threads=threads)
+            compiled.update(spans, [grad], 1.0, [group], threads=threads)
 
         found["compiled update elements/s"] = _best(numel, update, times)
     param = torch.nn.Parameter(master)

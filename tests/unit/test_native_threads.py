@@ -78,7 +78,7 @@ def stepped(library, sizes, *, steps=2, scale=1.0, grad_dtype=torch.bfloat16, **
     for _ in range(steps):
         count += 1
         grad = (torch.randn(numel, generator=generator) * scale).to(grad_dtype)
-        library.update(ready, grad, 0.37, GROUPS, **how)
+        library.update(ready, [grad], 0.37, GROUPS, **how)
     return [t.view(torch.int32) for t in (master, low, *state)]
 
 
@@ -252,7 +252,7 @@ EXITS = {
     "helpers at work": """
         def again():
             while True:
-                library.update(spans, grad, 1.0, [group], threads=3, piece_numel=64)
+                library.update(spans, [grad], 1.0, [group], threads=3, piece_numel=64)
         threading.Thread(target=again, daemon=True).start()
         time.sleep(0.05)
     """,
@@ -284,7 +284,7 @@ def test_the_interpreter_ends_well_whatever_the_threads_do(way):
         grad = torch.ones(6400)
         group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0,
                  "decoupled_weight_decay": True, "maximize": False}
-        library.update(spans, grad, 1.0, [group], threads=3, piece_numel=64)
+        library.update(spans, [grad], 1.0, [group], threads=3, piece_numel=64)
     """
     program = textwrap.dedent(program) + textwrap.dedent(EXITS[way])
     ended = subprocess.run(

@@ -65,7 +65,7 @@ class _Options(ctypes.Structure):
 class _Span(ctypes.Structure):
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("master", "exp_avg", "exp_avg_sq", "low", "step")),
-        *((n, ctypes.c_int64) for n in ("grad_at", "numel", "group")),
+        *((n, ctypes.c_int64) for n in ("grad_at", "numel", "group", "chunk")),
     ]
 
 
@@ -79,6 +79,7 @@ class FusedFragment(NamedTuple):
     exp_avg_sq: Tensor
     step: Tensor
     low: Tensor | None  # bf16: the parameter; None if that is the master itself
+    chunk: int = 0  # the index of the chunk's gradient
 
 
 class Spans:
@@ -87,7 +88,7 @@ class Spans:
     def __init__(self, spans: Iterable[FusedFragment]) -> None:
         self.kept = list(spans)
         self.numel = sum(span.master.numel() for span in self.kept)
-        self.tensors = [t for span in self.kept for t in span[2:] if isinstance(t, Tensor)]
+        self.tensors = [t for span in self.kept for t in span if isinstance(t, Tensor)]
         self.array = (_Span * len(self.kept))()
         self.locate()
 
@@ -98,7 +99,8 @@ class Spans:
             entry.master, entry.exp_avg = span.master.data_ptr(), span.exp_avg.data_ptr()
             entry.exp_avg_sq, entry.step = span.exp_avg_sq.data_ptr(), span.step.data_ptr()
             entry.low = None if span.low is None else span.low.data_ptr()
-            entry.grad_at, entry.numel, entry.group = span.grad_at, span.master.numel(), span.group
+            entry.grad_at, entry.numel = span.grad_at, span.master.numel()
+            entry.group, entry.chunk = span.group, span.chunk
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -123,14 +125,16 @@ class CompiledAdam:
     def update(
         self,
         spans: Spans,
-        grad_R: Tensor,
+        grads: Sequence[Tensor],
         factor: float,
         groups: Sequence[Mapping[str, Any]],
         *,
         threads: int = 1,
         piece_numel: int = THREAD_PIECE_NUMEL,
     ) -> None:
-        """One step of all spans with ``grad_R * factor``. Step counts must be increased already.
+        """One step of all spans with ``factor`` times their gradients.
+
+        ``grads``: of the chunks, all of one dtype. Step counts must be increased already.
 
         The caller and up to ``threads - 1`` threads of the library share pieces of ``piece_numel``
         elements. The bits do not depend on the number of threads. The library's threads start with the
@@ -143,11 +147,11 @@ class CompiledAdam:
             entry.weight_decay, entry.eps = group["weight_decay"], group["eps"]
             entry.decoupled = group["decoupled_weight_decay"]
             entry.maximize = group["maximize"]
-        call = self._calls[grad_R.dtype]
+        addresses = (ctypes.c_void_p * len(grads))(*[grad.data_ptr() for grad in grads])
         if host_access.listeners:
-            host_access.host_access(reads=[grad_R], writes=spans.tensors)
-        call(
-            *(spans.array, len(spans.array), options, grad_R.data_ptr(), factor),
+            host_access.host_access(reads=[*grads], writes=spans.tensors)
+        self._calls[grads[0].dtype](
+            *(spans.array, len(spans.array), options, addresses, factor),
             *(max(1, threads), max(1, piece_numel)),
         )
 
@@ -231,18 +235,18 @@ class FusedUpdate:
         self._master_R = master_R
         self._low_R = param_R
         self._lend = lend
-        self._steps = [state["step"] for state in states] if kernel.counts else []
+        self.steps = [state["step"] for state in states] if kernel.counts else []
         numel = master_R.numel()
         self._pieces = [
             _piece(kernel, fragments, states, begin, min(begin + PIECE_NUMEL, numel))
             for begin in range(0, numel, PIECE_NUMEL)
         ]
         self._library: CompiledAdam | None = None
-        self._spans: Spans | None = None
-        self._base = self._addresses()
+        self.spans: Spans | None = None
+        self._base = self.addresses()
         self._tails: list[_Piece] = []
         if kernel.compiled is not None and _spans_fit(param_R, master_R, states):
-            self._spans = _spans(fragments, states, param_R if param_R is not master_R else None)
+            self.spans = _spans(fragments, states, param_R if param_R is not master_R else None)
             self._tails = [
                 _piece(kernel, fragments, states, begin, _round_up(at + value.numel()))
                 for _, at, value in fragments
@@ -263,24 +267,32 @@ class FusedUpdate:
         first copied into the master. ``threads``: the most that a compiled update may use; default: as
         many as torch's operations. The bits do not depend on it.
         """
-        if self._steps:
-            torch._foreach_add_(self._steps, 1)
-        spans, library = self._spans, self._library
-        if spans is not None and library is None:
-            assert self._kernel.compiled is not None
-            library = self._library = self._kernel.compiled()
+        if self.steps:
+            torch._foreach_add_(self.steps, 1)
+        spans, library = self.spans, self.library()
         if spans is None or library is None or grad_R.dtype not in GRAD_DTYPES:
             self._run_pieces(self._pieces, grad_R, factor, groups)
             return
-        if self._base != (base := self._addresses()):
+        if self._base != (base := self.addresses()):
             spans.locate()
             self._base = base
         most = torch.get_num_threads() if threads is None else threads
-        library.update(spans, grad_R, factor, groups, threads=threads_for(spans.numel, most))
+        library.update(spans, [grad_R], factor, groups, threads=threads_for(spans.numel, most))
+        self.run_tails(grad_R, factor, groups)
+
+    def library(self) -> CompiledAdam | None:
+        """The compiled update, if it is ready and can be used."""
+        if self._library is None and self.spans is not None:
+            assert self._kernel.compiled is not None
+            self._library = self._kernel.compiled()
+        return self._library
+
+    def run_tails(self, grad_R: Tensor, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Update what is left of each fragment after :attr:`spans`."""
         if self._tails:
             self._run_pieces(self._tails, grad_R, factor, groups)
 
-    def _addresses(self) -> tuple[int, int]:
+    def addresses(self) -> tuple[int, int]:
         """Addresses of master and parameter. A shard on disk has other memory for each update."""
         return self._master_R.data_ptr(), self._low_R.data_ptr()
 
@@ -321,6 +333,46 @@ class FusedUpdate:
             self._kernel.update(groups[members.group], members.params, grads, members.state)
         if has_master:
             low.copy_(master)
+
+
+class JointUpdate:
+    """Fused updates of several chunks, by one call of the compiled library where that can be used.
+
+    A call costs the host some ten microseconds, whatever it updates.
+    """
+
+    def __init__(self, updates: Sequence[FusedUpdate]) -> None:
+        self.updates = list(updates)
+        self._steps = [step for update in updates for step in update.steps]
+        self._bases = [update.addresses() for update in updates]
+        self._spans: Spans | None = None
+        if all(update.spans is not None for update in updates):
+            self._spans = Spans(
+                span._replace(chunk=chunk)
+                for chunk, update in enumerate(updates)
+                if update.spans is not None
+                for span in update.spans.kept
+            )
+
+    def run(
+        self, grads: Sequence[Tensor], factor: float, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """:meth:`FusedUpdate.run` of each update, with the gradient of the same index."""
+        dtypes = {grad.dtype for grad in grads}
+        spans, library = self._spans, self.updates[0].library()
+        if spans is None or library is None or len(dtypes) > 1 or dtypes.isdisjoint(GRAD_DTYPES):
+            for update, grad in zip(self.updates, grads, strict=True):
+                update.run(grad, factor, groups)
+            return
+        if self._steps:
+            torch._foreach_add_(self._steps, 1)
+        if self._bases != (bases := [update.addresses() for update in self.updates]):
+            spans.locate()
+            self._bases = bases
+        threads = threads_for(spans.numel, torch.get_num_threads())
+        library.update(spans, grads, factor, groups, threads=threads)
+        for update, grad in zip(self.updates, grads, strict=True):
+            update.run_tails(grad, factor, groups)
 
 
 def _piece(

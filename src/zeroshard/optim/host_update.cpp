@@ -45,6 +45,7 @@ struct Span {  // one fragment of a parameter; fields in the order of _Span in f
   int64_t grad_at;  // where its gradient starts in the chunk's gradient
   int64_t numel;
   int64_t group;
+  int64_t chunk;  // the index of its chunk's gradient
 };
 
 inline float widen(uint16_t half) {
@@ -110,9 +111,9 @@ void update(const Span& span, const Grad* __restrict grad, int64_t begin, int64_
 }
 
 template <typename Grad>
-void update_part(const Span& span, const Options& options, const Grad* grad, float factor, int64_t begin,
+void update_part(const Span& span, const Options& options, const Grad* const* grads, float factor, int64_t begin,
                  int64_t end) {
-  const Grad* own = grad + span.grad_at;
+  const Grad* own = grads[span.chunk] + span.grad_at;
   if (span.low && options.decoupled) update<Grad, true, true>(span, own, begin, end, factor, options);
   else if (span.low) update<Grad, true, false>(span, own, begin, end, factor, options);
   else if (options.decoupled) update<Grad, false, true>(span, own, begin, end, factor, options);
@@ -131,9 +132,9 @@ class Work {
 template <typename Grad>
 class Step final : public Work {
  public:
-  Step(const Span* spans, int64_t count, const Options* groups, const Grad* grad, float factor,
+  Step(const Span* spans, int64_t count, const Options* groups, const Grad* const* grads, float factor,
        int64_t piece_numel)
-      : spans_(spans), count_(count), groups_(groups), grad_(grad), factor_(factor), piece_numel_(piece_numel) {
+      : spans_(spans), count_(count), groups_(groups), grads_(grads), factor_(factor), piece_numel_(piece_numel) {
     std::fegetenv(&environment_);
   }
 
@@ -147,7 +148,7 @@ class Step final : public Work {
       if (at == count_) return;
       for (int64_t i = at, from = start; i < count_ && from < end; from += spans_[i++].numel) {
         const Span& span = spans_[i];
-        update_part(span, groups_[span.group], grad_, factor_, std::max<int64_t>(begin - from, 0),
+        update_part(span, groups_[span.group], grads_, factor_, std::max<int64_t>(begin - from, 0),
                     std::min(end - from, span.numel));
       }
     }
@@ -157,7 +158,7 @@ class Step final : public Work {
   const Span* spans_;
   int64_t count_;
   const Options* groups_;
-  const Grad* grad_;
+  const Grad* const* grads_;
   float factor_;
   int64_t piece_numel_;
   std::fenv_t environment_;
@@ -347,10 +348,10 @@ class Norms final : public Work {
 };
 
 template <typename Grad>
-void step(const Span* spans, int64_t count, const Options* groups, const Grad* grad, float factor,
+void step(const Span* spans, int64_t count, const Options* groups, const Grad* const* grads, float factor,
           int64_t threads, int64_t piece_numel) {
   constexpr int64_t kAll = int64_t{1} << 62;
-  Step<Grad> work(spans, count, groups, grad, factor, threads > 1 ? piece_numel : kAll);
+  Step<Grad> work(spans, count, groups, grads, factor, threads > 1 ? piece_numel : kAll);
   if (threads > 1) pool().run(work, threads - 1);
   else work.run();
 }
@@ -359,26 +360,26 @@ void step(const Span* spans, int64_t count, const Options* groups, const Grad* g
 
 extern "C" {
 
-// `threads`: the caller and up to `threads - 1` helpers share pieces of `piece_numel` elements. Both numbers
+// `grads`: the gradients of the chunks. `threads`: the caller and up to `threads - 1` helpers share pieces of `piece_numel` elements. Both numbers
 // are positive. Calls from several threads are safe; those that use the pool run one after another.
-void adam_bf16(const Span* spans, int64_t count, const Options* groups, const uint16_t* grad, float factor,
+void adam_bf16(const Span* spans, int64_t count, const Options* groups, const uint16_t* const* grads, float factor,
                int64_t threads, int64_t piece_numel) {
-  step(spans, count, groups, grad, factor, threads, piece_numel);
+  step(spans, count, groups, grads, factor, threads, piece_numel);
 }
 
-void adam_fp32(const Span* spans, int64_t count, const Options* groups, const float* grad, float factor,
+void adam_fp32(const Span* spans, int64_t count, const Options* groups, const float* const* grads, float factor,
                int64_t threads, int64_t piece_numel) {
-  step(spans, count, groups, grad, factor, threads, piece_numel);
+  step(spans, count, groups, grads, factor, threads, piece_numel);
 }
 
-// Norms of `count` fragments of `grad`, which begin and end at the elements `cuts[2 i]` and `cuts[2 i + 1]`.
-// The norm of a fragment of more than `part_numel` elements is that of the norms of its parts.
-void norms_bf16(const uint16_t* grad, const int64_t* cuts, int64_t count, float* norms, int64_t threads,
+// Norms of `count` fragments of gradients. Fragment `i` is a part of gradient `cuts[3 i]`, and begins and ends at
+// its elements `cuts[3 i + 1]` and `cuts[3 i + 2]`. The norm of a fragment of more than `part_numel` elements is that of the norms of its parts.
+void norms_bf16(const uint16_t* const* grads, const int64_t* cuts, int64_t count, float* norms, int64_t threads,
                 int64_t part_numel) {
   std::vector<Part> parts;
   for (int64_t i = 0; i < count; ++i) {
-    for (int64_t at = cuts[2 * i]; at < cuts[2 * i + 1]; at += part_numel) {
-      parts.push_back({grad + at, std::min(part_numel, cuts[2 * i + 1] - at), 0});
+    for (int64_t at = cuts[3 * i + 1]; at < cuts[3 * i + 2]; at += part_numel) {
+      parts.push_back({grads[cuts[3 * i]] + at, std::min(part_numel, cuts[3 * i + 2] - at), 0});
     }
   }
   Norms work(parts);
@@ -388,7 +389,7 @@ void norms_bf16(const uint16_t* grad, const int64_t* cuts, int64_t count, float*
   auto part = parts.begin();
   for (int64_t i = 0; i < count; ++i) {
     found.clear();
-    for (int64_t at = cuts[2 * i]; at < cuts[2 * i + 1]; at += part_numel) found.push_back((part++)->norm);
+    for (int64_t at = cuts[3 * i + 1]; at < cuts[3 * i + 2]; at += part_numel) found.push_back((part++)->norm);
     norms[i] = found.size() == 1 ? found[0] : norm(found.data(), static_cast<int64_t>(found.size()));
   }
 }

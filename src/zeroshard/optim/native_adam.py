@@ -113,9 +113,9 @@ def agrees_with_torch(candidate: CompiledAdam, *, numel: int = 4096) -> bool:
 def norms_agree_with_torch(candidate: CompiledNorms) -> bool:
     """Whether norms of short and long fragments, of all magnitudes, have torch's bits on 1 to 3 threads.
 
-    Pieces are shorter than in use, so that many are added. Half of the squares are about as small as denormal
-    numbers begin; the thread has the program's choice of :func:`torch.set_flush_denormal`. Dtypes are given,
-    as in :func:`_agrees`.
+    Pieces are shorter than in use, so that many are added. Half of the squares are about as small as
+    denormal numbers begin, which the program may flush (:func:`torch.set_flush_denormal`): this thread
+    has inherited its choice. Dtypes are given, as in :func:`_agrees`.
     """
     generator = torch.Generator().manual_seed(0)
     piece_numel = 1000
@@ -125,7 +125,9 @@ def norms_agree_with_torch(candidate: CompiledNorms) -> bool:
         grad = torch.randn(numel + at, generator=generator, dtype=torch.float32)
         grad = (grad * scale).to(torch.bfloat16)
         cuts = [(at, at + numel), (0, at), (at // 2, at + numel)]
-        found = candidate.measure(grad, cuts, threads=1 + at % 3, piece_numel=piece_numel)
+        found = candidate.measure(
+            [(-grad.roll(1), []), (grad, cuts)], threads=1 + at % 3, piece_numel=piece_numel
+        )
         expected = torch.stack([norm_of(grad[begin:end], piece_numel) for begin, end in cuts])
         if not _same(found, expected):
             return False
@@ -169,7 +171,7 @@ def _agrees(
             for cut in cuts
         )
         piece_numel = numel // 8
-        candidate.update(spans, grad, 0.37, [group], threads=at + 1, piece_numel=piece_numel)
+        candidate.update(spans, [grad], 0.37, [group], threads=at + 1, piece_numel=piece_numel)
         fused(
             [expected], [grad.float() * 0.37], [truth[0]], [truth[1]], [], [step],
             lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],

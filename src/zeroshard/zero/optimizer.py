@@ -49,7 +49,12 @@ from zeroshard.zero.held_grads import HeldGrads
 from zeroshard.zero.life import Life
 from zeroshard.zero.make_shard import GiveMemory, StateDtypes, make_optimizer_shard
 from zeroshard.zero.optimizer_object import OptimizerObject
-from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment
+from zeroshard.zero.optimizer_shard import (
+    OptimizerChunk,
+    OptimizerShard,
+    OwnedFragment,
+    all_norms,
+)
 from zeroshard.zero.optimizer_state import FragmentState
 from zeroshard.zero.turns import Turns
 from zeroshard.zero.unit import Unit, UnitState
@@ -159,12 +164,8 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ the step
 
     def norms(self) -> Norms:
-        """2-norms of this rank's fragments of the reduced gradient, in the order of the parameters.
-
-        See :meth:`OptimizerShard.norms`.
-        """
-        found = [norm for shard in self.shards for norm in shard.norms()]
-        return in_order_of_clipping(found, self._dtype_of)
+        """2-norms of this rank's fragments of the reduced gradient, in the order of the parameters."""
+        return in_order_of_clipping(all_norms(self.shards), self._dtype_of)
 
     def update(
         self,

@@ -264,27 +264,20 @@ class OptimizerShard:
             return grad_R
         return grad_R[chunk.begin : chunk.begin + chunk.numel]
 
-    def norms(self) -> Norms:
-        """:meth:`measure` of this step's gradient. One in a store was measured when it was stored."""
-        buffer = self.buffer
-        if buffer.norms is not None:
-            return buffer.norms
-        grad_R = buffer.reduced_N if self.is_whole else buffer.peek()
-        assert grad_R is not None, "GradReducer.finish() comes before the norm"
-        return self.measure(grad_R)
-
     def measure(self, grad_R: Tensor) -> Norms:
-        """2-norms of this rank's fragments of a gradient ``[R]``.
+        """2-norms of this rank's fragments of a gradient ``[R]``."""
+        return measure([(self, grad_R)])
 
-        With one rank these equal what ``clip_grad_norm_`` computes: no norm for a parameter without
-        gradient, zero for a parameter without elements.
+    def measured_cuts(self) -> list[tuple[int, tuple[int, int]]]:
+        """Slot, begin and end of the fragments whose norms clipping adds up.
+
+        On one rank these are the ones of ``clip_grad_norm_``: not parameters without gradient, but those
+        without elements, whose norm is zero.
         """
-        cuts, touched = self.cuts, self.buffer.has_grad
-        if self.buffer.comm.size == 1:
-            cuts = [cut for cut in (*cuts, *self.empty) if touched[cut[0]]]
-        positions = [self.unit.positions[index] for index, _ in cuts]
-        norms = norms_of(grad_R, [place for _, place in cuts], native_adam.norms())
-        return [*zip(positions, norms, strict=True)]
+        if self.buffer.comm.size > 1:
+            return self.cuts
+        touched = self.buffer.has_grad
+        return [cut for cut in (*self.cuts, *self.empty) if touched[cut[0]]]
 
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:
@@ -407,6 +400,43 @@ class OptimizerShard:
             return chunk.tier
         is_there = any(storage.is_shared(value, flat_C) for flat_C in chunk.state_C.values())
         return chunk.tier if is_there else Tier.HOST
+
+
+def all_norms(shards: Sequence[OptimizerShard]) -> Norms:
+    """2-norms of this rank's fragments of this step's gradients.
+
+    Those of a gradient in a store were measured when it was stored. The others are measured together.
+    """
+    found: Norms = []
+    here: list[tuple[OptimizerShard, Tensor]] = []
+    for shard in shards:
+        buffer = shard.buffer
+        if buffer.norms is not None:
+            found += buffer.norms
+            continue
+        grad_R = buffer.reduced_N if shard.is_whole else buffer.peek()
+        assert grad_R is not None, "GradReducer.finish() comes before the norm"
+        if buffer.is_stored:  # its memory is needed for the next one
+            found += shard.measure(grad_R)
+        else:
+            here.append((shard, grad_R))
+    return found + measure(here)
+
+
+def measure(gradients: Sequence[tuple[OptimizerShard, Tensor]]) -> Norms:
+    """2-norms of this rank's fragments of gradients ``[R]`` of the shards."""
+    cuts = [shard.measured_cuts() for shard, _ in gradients]
+    places = [[place for _, place in found] for found in cuts]
+    norms = norms_of(
+        [(grad_R, of_it) for (_, grad_R), of_it in zip(gradients, places, strict=True)],
+        native_adam.norms(),
+    )
+    positions = [
+        shard.unit.positions[index]
+        for (shard, _), found in zip(gradients, cuts, strict=True)
+        for index, _ in found
+    ]
+    return [*zip(positions, norms, strict=True)]
 
 
 def _seat(here: dict[str, Any], fragment: OwnedFragment, state_C: Mapping[str, Tensor]) -> None:

@@ -145,6 +145,7 @@ class GradReducer:
             buffer.end_backward()
         self.waiting = not self.reducing
         if self.waiting:
+            report(self.buffers)
             return
         while self._next < len(self._launches):
             self._launch_next()
@@ -152,6 +153,7 @@ class GradReducer:
             if buffer.grads_N is not None:
                 self._launch([buffer])
         self._drain(0)
+        report(self._orders.get(None, ()))
 
     def _launch_next(self) -> None:
         buffers = self._launches[self._next]

@@ -23,7 +23,14 @@ from zeroshard.optim.step_hooks import has_hooks, hook_counts
 from zeroshard.zero.device_update import DeviceUpdate, Part, may_update
 from zeroshard.zero.optimizer_object import OptimizerObject, is_patched
 from zeroshard.zero.optimizer_shard import OptimizerShard
-from zeroshard.zero.updaters import Updater, WholeStep, choose_updater, overlap_copies
+from zeroshard.zero.updaters import (
+    FusedStep,
+    JointStep,
+    Updater,
+    WholeStep,
+    choose_updater,
+    overlap_copies,
+)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,6 +61,13 @@ def _way_of(inner: torch.optim.Optimizer, *, compiles: bool) -> _Way:
     if has_hooks(inner) or is_patched(inner):  # the program sees how often step is called
         return _Way(None, True)
     return _Way(kernel_of(inner, compiles=compiles), not steps_chunk_by_chunk(inner))
+
+
+def _is_sent(shard: OptimizerShard) -> bool:
+    """Whether an all-gather or a write to disk follows the update, and runs beside the next one."""
+    unit = shard.unit
+    is_gathered = unit.resident and unit.comm.size > 1 and not shard.is_whole
+    return is_gathered or unit.store.tier.only_in_use
 
 
 class Turns:
@@ -113,22 +127,22 @@ class Turns:
         self.one_step = self._optimizer.several if several else nullcontext
         self._choose_device_updates(way.kernel)
         whole = WholeStep(self._optimizer) if way.is_whole else None
+        chosen = [self._updaters(shard, way.kernel, whole) for shard in self._shards]
+        self._join(chosen)
         self._turns = [
-            self._turn(shard, following, way.kernel, whole)
-            for shard, following in zip_longest(self._shards, self._shards[1:])
+            self._turn(shard, following, updaters)
+            for (shard, following), updaters in zip(
+                zip_longest(self._shards, self._shards[1:]), chosen, strict=True
+            )
         ]
         overlap_copies(updater for turn in self._turns for updater in turn.updaters)
 
-    def _turn(
-        self,
-        shard: OptimizerShard,
-        following: OptimizerShard | None,
-        kernel: UpdateKernel | None,
-        whole: WholeStep | None,
-    ) -> Turn:
+    def _updaters(
+        self, shard: OptimizerShard, kernel: UpdateKernel | None, whole: WholeStep | None
+    ) -> list[Updater]:
         on_device = self._device_updates.get(id(shard))
         updaters: list[Updater] = [] if on_device is None else [on_device]
-        updaters += [
+        return updaters + [
             choose_updater(
                 shard,
                 chunk,
@@ -141,6 +155,27 @@ class Turns:
             for chunk in shard.chunks
             if not may_update(chunk, kernel)
         ]
+
+    def _join(self, chosen: Sequence[list[Updater]]) -> None:
+        """Let one updater do all fused steps after which nothing is sent, in the turn of the first."""
+        joining = [
+            updaters
+            for shard, updaters in zip(self._shards, chosen, strict=True)
+            if not _is_sent(shard) and any(type(u) is FusedStep for u in updaters)
+        ]
+        steps = [u for updaters in joining for u in updaters if type(u) is FusedStep]
+        if len(steps) < 2:
+            return
+        for updaters in joining:
+            updaters[:] = [u for u in updaters if type(u) is not FusedStep]
+        joining[0].append(JointStep(self._optimizer, steps))
+
+    def _turn(
+        self,
+        shard: OptimizerShard,
+        following: OptimizerShard | None,
+        updaters: Sequence[Updater],
+    ) -> Turn:
         only_in_use = shard.unit.store.tier.only_in_use
         return Turn(
             shard,
@@ -161,11 +196,9 @@ class Turns:
         at_once: list[Part] = []
         chosen: list[tuple[str, list[Part]]] = [("all units", at_once)]
         for shard in self._shards:
-            unit = shard.unit
             parts = [(shard, chunk) for chunk in shard.chunks if may_update(chunk, kernel)]
-            is_sent = unit.resident and unit.comm.size > 1 and not shard.is_whole
-            if is_sent or unit.store.tier.only_in_use:
-                chosen.append((unit.name, parts))
+            if _is_sent(shard):
+                chosen.append((shard.unit.name, parts))
             else:
                 at_once += parts
         self._device_updates = {

@@ -5,6 +5,7 @@ is built, and calls its ``step`` in each step.
 
 There are two ways to compute an update, with the same bits (ADR 0007). :class:`OwnStep` calls ``step`` of
 the optimizer object. :class:`FusedStep` makes one pass over memory. Both work where the chunk is stored.
+:class:`JointStep` makes the pass over several chunks at once.
 :class:`WholeStep` calls ``step`` once for all chunks that are in memory: what an optimizer of the program
 counts for a group or for itself then advances once.
 :class:`HostUpdater` and :class:`AsyncHostUpdater` copy the gradient from the device, run one of the two,
@@ -14,7 +15,7 @@ and copy the parameter back. :class:`PagedUpdater` opens the chunk's page and ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -30,7 +31,7 @@ from zeroshard.memory.storage import real_view
 from zeroshard.offload.async_update import AsyncUpdateWorker, Wait
 from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer
 from zeroshard.offload.stores import has_copy_streams
-from zeroshard.optim.fused_update import FusedUpdate, UpdateKernel
+from zeroshard.optim.fused_update import FusedUpdate, JointUpdate, UpdateKernel
 from zeroshard.zero.optimizer_object import OptimizerObject
 from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, opened
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from zeroshard.offload.pager import Page
 
 _NO_SLOTS: frozenset[int] = frozenset()
+_NO_STATE: dict[str, Tensor] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,9 +221,9 @@ class FusedStep:
         self._own = own
         self._inner = optimizer.inner
         self._ledger = ledger
-        self._names = (*kernel.shaped, "step") if kernel.counts else kernel.shaped
         self._fused: FusedUpdate | None = None
-        self._known: list[tuple[Tensor, str, Tensor]] = []  # fragment, name and tensor of its state
+        # What the optimizer's state of each fragment was: name and tensor.
+        self._known: list[tuple[Tensor, list[tuple[str, Tensor]]]] = []
 
     def step(self, inputs: StepInputs) -> None:
         """See :class:`Updater`."""
@@ -231,19 +233,22 @@ class FusedStep:
         if fused is None:
             self._own.step(inputs)
         else:
-            grad_C = shard.gradient_of(self._chunk)
-            fused.run(grad_C, inputs.factor_on_host, self._inner.param_groups)
+            fused.run(self.gradient(), inputs.factor_on_host, self._inner.param_groups)
+
+    def gradient(self) -> Tensor:
+        """See :meth:`OptimizerShard.gradient_of`."""
+        return self._shard.gradient_of(self._chunk)
 
     def prepared(self) -> FusedUpdate | None:
         """The prepared pass; None if the optimizer has not made its state."""
         state = self._inner.state
         if self._fused is not None:
-            for value, name, tensor in self._known:
-                here = dict.get(state, value)  # a program's get() has an error
-                if here is None or here.get(name) is not tensor:
-                    break  # loading optimizer state replaces its tensors
-            else:
-                return self._fused
+            for value, known in self._known:
+                here = dict.get(state, value, _NO_STATE)  # a program's get() has an error
+                for name, tensor in known:
+                    if here.get(name) is not tensor:
+                        return self._prepare()  # loading optimizer state replaces its tensors
+            return self._fused
         return self._prepare()
 
     def _prepare(self) -> FusedUpdate | None:
@@ -255,9 +260,8 @@ class FusedStep:
         if not all(kernel.is_in(found) for found in states):
             return None
         self._known = [
-            (fragment.value, name, found[name])
+            (fragment.value, [(name, found[name]) for name in kernel.names])
             for fragment, found in zip(chunk.fragments, states, strict=True)
-            for name in self._names
         ]
         # On the host the pass may run on the worker thread, which reports nothing to the ledger.
         on_host = chunk.host_chunk is not None
@@ -271,6 +275,34 @@ class FusedStep:
                 **({} if on_host else {"lend": partial(self._ledger.lend, "update")}),
             )
         return self._fused
+
+
+class JointStep:
+    """The updater of several chunks that can be updated at once, in one call where none is left out."""
+
+    def __init__(self, optimizer: OptimizerObject, steps: Sequence[FusedStep]) -> None:
+        self._inner = optimizer.inner
+        self._steps = list(steps)
+        self._joint: JointUpdate | None = None
+
+    def step(self, inputs: StepInputs) -> None:
+        """See :class:`Updater`. Updates all chunks."""
+        if inputs.untouched or inputs.found_inf is not None:
+            self._one_by_one(inputs)
+            return
+        prepared = [step.prepared() for step in self._steps]
+        updates = [update for update in prepared if update is not None]
+        if len(updates) < len(prepared):
+            self._one_by_one(inputs)
+            return
+        if self._joint is None or self._joint.updates != updates:
+            self._joint = JointUpdate(updates)
+        grads = [step.gradient() for step in self._steps]
+        self._joint.run(grads, inputs.factor_on_host, self._inner.param_groups)
+
+    def _one_by_one(self, inputs: StepInputs) -> None:
+        for step in self._steps:
+            step.step(inputs)
 
 
 class SimulatedStep:
