@@ -8,8 +8,9 @@ the optimizer object. :class:`FusedStep` makes one pass over memory. Both work w
 :class:`WholeStep` calls ``step`` once for all chunks that are in memory: what an optimizer of the program
 counts for a group or for itself then advances once.
 :class:`HostUpdater` and :class:`AsyncHostUpdater` copy the gradient from the device, run one of the two,
-and copy the parameter back. :class:`PagedUpdater` opens the chunk's page and runs any other updater.
-:class:`SimulatedStep` stands for a kernel where tensors are fake.
+and copy the parameter back; :class:`EarlyHostUpdater` begins in backward. :class:`PagedUpdater` opens the
+chunk's page and runs any other updater. :class:`SimulatedStep` stands for a kernel where tensors are
+fake.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zeroshard.core.ledger import Ledger
 from zeroshard.memory.storage import real_view
 from zeroshard.offload.async_update import AsyncUpdateWorker, Wait
+from zeroshard.offload.early_update import EarlyUpdates
 from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer
 from zeroshard.offload.stores import has_copy_streams
 from zeroshard.optim.fused_update import FusedUpdate, UpdateKernel
@@ -251,7 +253,8 @@ class FusedStep:
         if kernel.compiled is not None:
             kernel.compiled()  # starts compiling
         chunk.adopt_state(state)
-        states = [state.get(fragment.value, {}) for fragment in chunk.fragments]
+        # Not through a program's get(), which has an error and settles early updates.
+        states = [dict.get(state, fragment.value) or {} for fragment in chunk.fragments]
         if not all(kernel.is_in(found) for found in states):
             return None
         self._known = [
@@ -388,6 +391,32 @@ class AsyncHostUpdater(HostUpdater):
         return self._worker.submit(fused, self._host_chunk, transfer, self._inner.param_groups)
 
 
+class EarlyHostUpdater(AsyncHostUpdater):
+    """In host memory, and begun before the step if that is likely to be right.
+
+    See [Note: early updates] in :mod:`zeroshard.offload.early_update`.
+    """
+
+    def __init__(self, *args: Any, early: EarlyUpdates) -> None:
+        super().__init__(*args)
+        self._early = early
+
+    def begin_early(self) -> None:
+        """Start the update, after the gradient was sent. None before the optimizer has made its state."""
+        fused = self._prepared(_NO_SLOTS)
+        if fused is not None:
+            self._early.begin(self._host_chunk, fused, self._inner.param_groups)
+
+    def step(self, inputs: StepInputs) -> Wait | None:
+        """See :class:`Updater`."""
+        transfer, skipped = self.sent(inputs)
+        fused, groups = self._prepared(skipped), self._inner.param_groups
+        early = self._early.take(self._host_chunk, fused, groups)
+        if fused is None:
+            return self._update(transfer, skipped, fused)
+        return self._worker.submit(fused, self._host_chunk, transfer, groups, early)
+
+
 class PagedUpdater:
     """Any updater, on a chunk whose master and state are on disk."""
 
@@ -413,11 +442,13 @@ def choose_updater(
     ledger: Ledger,
     worker: AsyncUpdateWorker | None,
     whole: WholeStep | None = None,
+    early: EarlyUpdates | None = None,
 ) -> Updater:
     """The updater of one chunk. ``kernel``: None if the optimizer's own step has to run.
 
     A fused pass runs on the CPU only. ``worker`` is needed for chunks with a host chunk. ``whole``: the
-    one call for all chunks in memory, if the optimizer needs it; without ``kernel`` only.
+    one call for all chunks in memory, if the optimizer needs it; without ``kernel`` only. ``early``: the
+    update may begin before the step.
     """
     own = OwnStep(shard, chunk, optimizer, ledger)
     updater = _in_place(shard, chunk, kernel, own, optimizer, ledger)
@@ -426,6 +457,8 @@ def choose_updater(
         stays = chunk.page is None and not shard.unit.store.tier.only_in_use
         kind: Callable[..., HostUpdater] = AsyncHostUpdater if stays else HostUpdater
         fused = updater if isinstance(updater, FusedStep) else None
+        if early is not None and fused is not None:
+            kind = partial(EarlyHostUpdater, early=early)
         updater = kind(shard, chunk, chunk.host_chunk, own, fused, optimizer, worker)
     if whole is not None and shard.is_in_memory(chunk):
         return whole.part(own, updater if isinstance(updater, HostUpdater) else None)
