@@ -83,7 +83,7 @@ def train(program, zero: dict, stage: int, precision: str, **keys) -> tuple[list
             run.settled.append(settle(early, transfer))
             return run.settled[-1]
 
-        with mock.patch.object(EarlyUpdate, "settle", settled):
+        with run.engine, mock.patch.object(EarlyUpdate, "settle", settled):
             program(run)
             return run.end(), run
 
@@ -96,7 +96,7 @@ def check(program, stage: int, precision: str = "bf16", **keys) -> Run:
     for other in (plain, late):
         assert len(other) == len(found)
         for at, (left, right) in enumerate(zip(other, found, strict=True)):
-            assert torch.equal(left, right) or bool((left != left).all()), at
+            assert torch.equal(left.nan_to_num(nan=-7.0), right.nan_to_num(nan=-7.0)), at
     return run
 
 
@@ -137,8 +137,9 @@ def test_everything_is_clipped_and_fewer_and_fewer_steps_begin_early(stage):
 @on_ranks(2)
 def test_some_steps_are_clipped(stage):
     sizes = (1.0, 1.0, 6.0, 1.0, 1.0, 1.0)
-    run = check(lambda run: steps(run, *sizes), stage, gradient_clipping=20.0)
-    assert run.settled == [True, True, True, False, False, False, True, True, True, True, True, True]
+    run = check(lambda run: steps(run, *sizes), stage, gradient_clipping=1.0)
+    # The first step makes the state, the third is clipped, and the fourth waits for the norm.
+    assert run.settled == [True] * 3 + [False] * 3 + [True] * 3 * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -178,7 +179,7 @@ def test_other_optimizers(name):
     for precision in ("fp32", "bf16"):  # in fp32 a pass could overwrite the gradient
         run = check(
             lambda run: steps(run, 1.0, 1.0, 6.0, 1.0, 1.0),
-            2, precision, optimizer=section, gradient_clipping=20.0, compile_update=compiles,
+            2, precision, optimizer=section, gradient_clipping=1.0, compile_update=compiles,
         )  # fmt: skip
         assert True in run.settled
         assert False in run.settled
@@ -300,13 +301,32 @@ LOCAL = (read_the_dict, look_up_in_the_dict, write_through_the_dict, read_state_
 """What they read differs between layouts, not between early and late updates."""
 
 
+SHOWN = (
+    scale_gradients, read_the_dict, read_groups, change_the_learning_rate, register_a_hook,
+    drop_all_gradients, set_a_master, evaluate,
+)  # fmt: skip
+"""What `make test` runs: one for each way in which an early update is taken back."""
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
 def test_what_a_program_does_between_backward_and_step(stage):
-    kept = (evaluate, read_gradients)  # they change nothing that an update reads
-    for action in ACTIONS:
+    do_between(stage, SHOWN)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_what_else_a_program_does_between_backward_and_step(stage, part):
+    do_between(stage, [action for action in ACTIONS if action not in SHOWN][part::4])
+
+
+def do_between(stage, actions):
+    for action in actions:
+
         def program(run, action=action):
-            steps(run, *PLAIN, between=action)
+            steps(run, *PLAIN[:4], between=action)
 
         late, _ = train(program, HOST, stage, "bf16")
         found, run = train(program, EARLY, stage, "bf16")
@@ -315,9 +335,23 @@ def test_what_a_program_does_between_backward_and_step(stage):
             plain, _ = train(program, {}, stage, "bf16")
             assert all(map(torch.equal, plain, found)), action.__name__
         assert True in run.settled
-        if action in kept:
-            assert all(run.settled), action.__name__
-            assert len(run.settled) == 3 * (STEPS - 1), action.__name__
+        if action is evaluate:  # only this reads nothing that an update writes
+            assert run.settled == [True] * 3 * 3
+        else:
+            assert len(run.settled) < 3 * 3 or False in run.settled, action.__name__
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_a_parameter_that_is_edited_in_place(stage):
+    """Nobody tells the engine. The device sees it when the step is made."""
+
+    def edit(run):
+        with torch.no_grad():
+            run.net[2].weight.mul_(0.75)
+
+    run = check(lambda run: steps(run, *PLAIN, between=edit), stage)
+    assert False in run.settled
 
 
 @on_ranks(2)
@@ -338,18 +372,17 @@ def test_a_checkpoint_between_backward_and_step_has_the_state_before_it(tmp_path
 
 @on_ranks(2)
 def test_a_write_through_a_kept_tensor_is_an_error():
-    def write(run):
-        run.held.zero_()
-
     def program(run):
         steps(run, 1.0, 1.0)
-        run.held = safe_get_local_optimizer_state(run.net[0].weight, "exp_avg")
-        for at in range(3):
+        held = safe_get_local_optimizer_state(run.net[0].weight, "exp_avg")
+        for at in range(3):  # the read made one step wait for the norm
             run.engine.backward(run.loss(at))
-            run.early._open and [early.future.result() for early in run.early._open.values()]
-            run.held.zero_()
+            run.engine.runtime.optimizer._worker.wait()
+            held.zero_()
             run.engine.step()
-            run.engine(torch.zeros(3, 16).bfloat16())
+            run.engine.eval()
+            run.loss(at)
+            run.engine.train()
 
     train(program, HOST, 2, "bf16")
     with pytest.raises(UsageError, match="through a tensor that it had kept"):
@@ -363,19 +396,24 @@ def test_a_write_through_a_kept_tensor_is_an_error():
 @on_ranks(2)
 def test_memory_for_the_old_state_is_what_is_planned_and_can_be_limited(precision):
     units = {}
-    for limit in (None, 300, 100, 0):
+    for limit in (None, 400, 100, 0):
         zero = {"offload_optimizer": {**EARLY["offload_optimizer"], "super_offload_numel": limit}}
         rows = []
 
         def program(run, rows=rows):
             steps(run, *PLAIN)
             early = run.early
+            run.engine.runtime.optimizer.wait_for_worker()
             units[limit] = len(run.settled) / (STEPS - 1)
             if early is None:
                 return
-            kept = [t for tensors in early._kept.values() for t in tensors if t.dim()]
-            planned = run.engine.runtime.ledger.held()["scratch", "state before early updates"]
-            assert sum(t.nbytes for t in kept if t.numel() > 1) == planned
+            kept = [t for tensors in early._kept.values() for t in tensors]
+            planned = run.engine.runtime.ledger.live["scratch", "host"][
+                "state before early updates"
+            ]
+            taken = sum(t.nbytes for t in kept if t.numel() > 1)  # step counts are not planned
+            padding = 512 * 8 * units[limit]  # has no optimizer state
+            assert taken <= planned <= taken + padding
 
         train(program, zero, 2, precision)
-    assert units == {None: 3, 300: 2, 100: 1, 0: 0}
+    assert units == {None: 3, 400: 2, 100: 1, 0: 0}

@@ -93,6 +93,12 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
      Scenario(2, "delayed", "plain")),  # it sends the parameter, too
     ("offload/async_update.py", "AsyncUpdateWorker.update", "transfer.wait",
      Scenario(2, "optimizer", "plain")),
+    ("offload/early_update.py", "Guess.arrived_factor", "self._arrival.synchronize",
+     Scenario(2, "early", "plain")),
+    ("offload/early_update.py", "EarlyUpdate.run", "arrival.synchronize",
+     Scenario(2, "early", "plain")),
+    ("offload/early_update.py", "EarlyUpdate.settle", "transfer.wait",
+     Scenario(2, "early", "plain")),
     ("offload/grad_store.py", "DiskGradStore.acquire", "read.wait",
      Scenario(2, "disk", "on_the_cpu")),
     ("offload/grad_store.py", "DiskGradStore.finish", "self._write.wait",

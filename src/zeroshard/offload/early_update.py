@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,14 +53,16 @@ class Guess:
         self.groups = [{**group, "params": ()} for group in groups]
         self.is_refused = False
         self.chunks: set[HostChunk] = set()
+        self.factor: float | None = None
         self.readers: list[Future[None]] = []
         self._factor_1, self._arrival = factor_1, arrival
 
-    @cached_property
-    def factor(self) -> float:
-        """Waits for its copy. The memory may be used again when no reader runs."""
-        self._arrival.synchronize()
-        return float(self._factor_1)
+    def arrived_factor(self) -> float:
+        """Wait for the factor's copy. The memory may be used again when no reader runs."""
+        if self.factor is None:
+            self._arrival.synchronize()
+            self.factor = float(self._factor_1)
+        return self.factor
 
     def holds_for(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the groups have the same options now."""
@@ -87,7 +88,7 @@ class EarlyUpdate:
         guess = self.guess
         try:
             arrival.synchronize()
-            factor = guess.factor
+            factor = guess.arrived_factor()
             torch._foreach_copy_(self._kept, self._changed)
             self._began = True
             self.fused.run(grad_C, factor, guess.groups, threads=threads, keeps_grad=True)
