@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -12,16 +11,14 @@ import kit
 import pytest
 import torch
 from compare import CASES, trained
+from support.bus import a_bus_between
 from support.covering import covering, each_value, sampled
 from support.parity import assert_bit_equal
 from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.core import tiers
-from zeroshard.device.copy_streams import CopyStreams
-from zeroshard.engine import build_runtime
 from zeroshard.errors import UsageError
-from zeroshard.offload import stores as offload_stores
 from zeroshard.offload.grad_store import DiskGradStore
 from zeroshard.optim import native_adam
 from zeroshard.zero import (
@@ -434,20 +431,6 @@ def test_values_on_disk_are_read_and_written_like_any_others(tmp_path):
         assert not safe_get_full_optimizer_state(model.weight, "exp_avg").any()
         with pytest.raises(UsageError, match="state on disk"):
             engine.optimizer.state_dict()
-
-
-@contextlib.contextmanager
-def a_bus_between() -> Iterator[CopyStreams]:
-    """Copies between device and host, as on a GPU machine. Here both are host memory."""
-    streams = CopyStreams()
-    with (
-        mock.patch.object(build_runtime, "has_copy_streams", lambda _device: True),
-        mock.patch.object(
-            build_runtime, "check_device", lambda *_, **__: None
-        ),  # parameters alone, too
-        mock.patch.object(offload_stores, "make_copy_streams", lambda _device, *, copies: streams),
-    ):
-        yield streams
 
 
 OVER_A_BUS = [

@@ -78,6 +78,7 @@ def zero_section(offload: str, folder: str) -> dict[str, Any]:
         "optimizer": {"offload_optimizer": host},
         "parameters": {"offload_optimizer": host, "offload_param": host},
         "delayed": {"offload_optimizer": {**host, "delayed_update": True}},
+        "early": {"offload_optimizer": {**host, "super_offload": True}},
         "disk": {"offload_optimizer": disk},
         "all disk": {"offload_optimizer": disk, "offload_param": disk},
     }[offload]

@@ -655,11 +655,35 @@ CASES: tuple[Case, ...] = (
         "sparse_gradients: not supported: DeepSpeed has removed it; use dense embeddings",
     ),
     zero(
-        "super_offload",
+        "super_offload_on_the_device",
         {"stage": 3, "offload_optimizer": {"super_offload": True}},
         (
-            "zero_optimization.offload_optimizer.super_offload: not supported: it works on one "
-            "kind of machine only; it is true, leave it out"
+            "zero_optimization.offload_optimizer.super_offload: needs device cpu, not none: only an "
+            "update in host memory can begin in backward"
+        ),
+    ),
+    zero(
+        "super_offload_of_a_delayed_update",
+        {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "super_offload": True, "delayed_update": True},
+        },
+        (
+            "zero_optimization.offload_optimizer.super_offload: makes no sense with delayed_update, "
+            "which runs the whole update during the next step; leave one of them out"
+        ),
+    ),
+    zero(
+        "super_offload_of_parameters_in_host_memory",
+        {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "super_offload": True},
+            "offload_param": {"device": "cpu"},
+        },
+        (
+            "zero_optimization.offload_optimizer.super_offload: needs parameters on the device, not "
+            'offload_param.device "cpu": backward may still read the memory that an early update '
+            "writes"
         ),
     ),
     # Optimizers

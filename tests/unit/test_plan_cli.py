@@ -306,6 +306,22 @@ def test_host_and_device_are_one_memory_on_a_cpu(run, tmp_path):
     assert cpu["peak_nbytes"] >= step + on_host > alone["peak_nbytes"]
 
 
+def test_the_state_before_early_updates_is_in_the_plan(run):
+    def host_nbytes(**keys):
+        zero = {"stage": 2, "offload_optimizer": {"device": "cpu", **keys}}
+        result = run(
+            "nets_to_plan:plain", "--json", "--machine", "h100", ranks=1, zero_optimization=zero
+        )
+        assert result.exit_code == 0, result.output
+        rows = json.loads(result.stdout)["memory"]
+        return sum(row["measured"] for row in rows if row["tier"] == "host")
+
+    late = host_nbytes()
+    early = host_nbytes(super_offload=True)
+    assert 12 * PARAMS <= early - late <= 1.1 * 12 * PARAMS  # parameter and two moments; padding
+    assert host_nbytes(super_offload=True, super_offload_numel=0) == late
+
+
 def test_check_tells_by_its_exit_code_whether_the_run_fits(run):
     fits = run("nets_to_plan:plain", "--memory", "1", "--check")
     assert fits.exit_code == 0

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from zeroshard.config.schema import Config, OffloadConfig, ZeroConfig
+from zeroshard.config.schema import (
+    Config,
+    OffloadConfig,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+    ZeroConfig,
+)
 from zeroshard.core.stages import STAGES
 from zeroshard.core.tiers import TIERS
 
@@ -84,8 +90,33 @@ def _of_offload(zero: ZeroConfig, unknown: Collection[str]) -> Iterator[str]:
                 f'offload_param.device "{param.device}": the next step would read the memory that '
                 "the update writes"
             )
+        if optimizer.super_offload:
+            yield from _of_early_updates(
+                optimizer, param if STAGES[zero.stage].shards_params else None
+            )
     if param is not None and STAGES[zero.stage].shards_params:
         yield from _without_path("offload_param", param, unknown)
+
+
+def _of_early_updates(
+    optimizer: OffloadOptimizerConfig, param: OffloadParamConfig | None
+) -> Iterator[str]:
+    path = f"{_ZERO}.offload_optimizer.super_offload"
+    if optimizer.device != "cpu":
+        yield (
+            f"{path}: needs device cpu, not {optimizer.device}: only an update in host memory can begin "
+            "in backward"
+        )
+    elif optimizer.delayed_update:
+        yield (
+            f"{path}: makes no sense with delayed_update, which runs the whole update during the next "
+            "step; leave one of them out"
+        )
+    elif param is not None and param.device != "none":
+        yield (
+            f"{path}: needs parameters on the device, not offload_param.device "
+            f'"{param.device}": backward may still read the memory that an early update writes'
+        )
 
 
 def _without_path(name: str, section: OffloadConfig, unknown: Collection[str]) -> Iterator[str]:

@@ -33,7 +33,6 @@ from zeroshard.config.fields import (
     honour,
     later,
     not_yet,
-    refuse,
 )
 from zeroshard.config.precision_sections import (
     AutocastConfig,
@@ -104,10 +103,20 @@ class OffloadOptimizerConfig(OffloadConfig):
         "ends, so step t computes with the updates up to t-2. This changes the algorithm. Needs "
         "device cpu. Key of ZeroShard.",
     )
-    super_offload: Flag = refuse(
-        False, "Offload for superchips.", why="it works on one kind of machine only"
+    super_offload: Flag = honour(
+        False,
+        "The update of a unit begins when its gradient arrives, and is undone and repeated if the "
+        "step turns out to be clipped or skipped, with the same bits. Also with clipping and at "
+        "stages 1 and 2, unlike DeepSpeed's. Needs device cpu; no effect on CPU ranks.",
     )
-    cpuadam_cores_perc: Fraction = accept(0.8, "Used only with super_offload.")
+    super_offload_numel: Natural | None = honour(
+        None,
+        "With super_offload: number of elements per rank whose update may begin early; they need "
+        "host memory for their old state, 14 bytes for bf16 and Adam. null: all. Key of ZeroShard.",
+    )
+    cpuadam_cores_perc: Fraction = accept(
+        0.8, "Used only with super_offload. ZeroShard uses the cores that the rank may use."
+    )
     pipeline_read: Flag = accept(
         False, "Overlap reads with the update. ZeroShard always does.", done=True
     )

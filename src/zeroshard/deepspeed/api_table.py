@@ -135,7 +135,7 @@ _ABSENT: tuple[tuple[Verdict, str, str], ...] = (  # no such name; the error giv
      '"checkpoint": {"asynchronous": true}'),
     ("refused", "runtime.data_pipeline", "it changes the data and the model; use the data loader"),
     ("refused", "runtime.zenflow", "it updates with stale gradients, which changes the result"),
-    ("refused", "runtime.superoffload", "it needs a superchip; use offload_optimizer instead"),
+    ("refused", "runtime.superoffload", "use the key offload_optimizer.super_offload"),
     ("refused", "runtime.domino", "it cuts batches in two to hide collectives of tensor parallelism; use "
      "zeroshard.parallel.tensor_parallel()"),
     ("refused", "runtime.eigenvalue", "the only feature that used it was removed from DeepSpeed"),

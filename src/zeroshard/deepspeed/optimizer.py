@@ -114,6 +114,7 @@ class ForwardingOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         """Masters that this rank updates: one flat tensor ``[C]`` for each chunk."""
         owner = self._engine.runtime.optimizer
         assert owner is not None
+        owner.wait_for_worker()
         return [chunk.master_C for shard in owner.shards for chunk in shard.chunks]
 
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups

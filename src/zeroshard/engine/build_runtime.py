@@ -39,6 +39,7 @@ from zeroshard.offload.offload_plan import (
     OffloadPlan,
     check_device,
     disk_buffer_nbytes,
+    old_state_nbytes,
     plan_offload,
     shaped_state,
 )
@@ -165,7 +166,8 @@ def _check_room(
     if offload_plan.is_offloaded:
         forecast = check_capacity(
             states, offload_plan, config, watch.world, draft.rank_info, device,
-            disk_buffer_nbytes=disk_buffer_nbytes(
+            buffer_nbytes=old_state_nbytes(offload_plan, draft.probes)
+            + disk_buffer_nbytes(
                 plan,
                 offload_plan,
                 draft.probes,
@@ -346,6 +348,7 @@ def _build_optimizer(
     if host is not None:
         threads = update_threads(frame.draft.device, frame.draft.rank_info)
         worker = AsyncUpdateWorker(frame.draft.device, threads=threads, delayed=stores.is_delayed)
+    stores.let_updates_begin_early(host, worker, found)
     return ShardedOptimizer(
         optimizer,
         reducer.buffers,

@@ -192,6 +192,8 @@ class OptimizerStep:
         self._asks_norm: bool = settings.zero_optimization.compute_grad_norm
         self._is_delayed = offload is not None and offload.delayed_update
         self._told_of_old_values = False
+        if runtime.optimizer is not None and runtime.optimizer.early is not None:
+            runtime.optimizer.early.guess = self._factor_without_clipping
 
     def run(self, step: int, loss: RankLoss = NO_LOSS) -> StepOutcome:
         """Do one optimizer step. ``loss``: this rank's, over the step's micro-batches.
@@ -211,7 +213,7 @@ class OptimizerStep:
         norm, found_inf = self._mean_norm(measured), measured.found_inf
         scale = self._scaler.scale.clone()
         clip = None if norm is None else clip_factor(norm, self.max_norm)
-        factor = self.mean_factor() / scale.to(self._wide)
+        factor = self._factor_without_clipping()
         if clip is not None:
             factor = clip.to(self._wide) * factor
         skipped = read_flag(found_inf) if self.checks_overflow else False
@@ -314,6 +316,10 @@ class OptimizerStep:
         elif self._active:  # the mean number of ranks with a batch, over the step's micro-batches
             ranks = self._active / self._rounds * self._terms_per_batch
         return self._runtime.reducer.predivide / ranks / self._accumulation.remaining_divisor
+
+    def _factor_without_clipping(self) -> Tensor:
+        """0-dim on the device: turns the scaled sum into the mean. Early updates use it."""
+        return self.mean_factor() / self._scaler.scale.to(self._wide)
 
     def unscaled_factor(self) -> float:
         """:meth:`mean_factor` for gradients that are still loss-scaled. Waits for the device."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from zeroshard.device.choice import choose_device
 from zeroshard.device.copy_streams import CopyHandle
+from zeroshard.offload.early_update import EarlyUpdate, EarlyUpdates
 from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer
 from zeroshard.optim.fused_update import FusedUpdate
 
@@ -25,6 +26,9 @@ Wait = Callable[[], None]
 """Waits until an updated parameter is on the device. Raises what its update raised."""
 
 
+T = TypeVar("T")
+
+
 class AsyncUpdateWorker:
     """The worker thread of one engine that trains on ``device``.
 
@@ -33,8 +37,9 @@ class AsyncUpdateWorker:
     """
 
     def __init__(self, device: torch.device, *, threads: int, delayed: bool) -> None:
-        self._threads = threads
+        self.threads = threads
         self.delayed = delayed
+        self.early: EarlyUpdates | None = None  # set once, before the first update
         self._worker = ThreadPoolExecutor(
             1,
             thread_name_prefix="zeroshard-update",
@@ -48,14 +53,21 @@ class AsyncUpdateWorker:
         host_chunk: HostChunk,
         transfer: HostGradTransfer,
         groups: Groups,
+        early: EarlyUpdate | None = None,
     ) -> None:
-        """Wait for the gradient, then update the chunk on the calling thread."""
-        transfer.wait()
+        """Wait for the gradient, then update the chunk on the calling thread.
+
+        ``early``: the chunk was updated before. That stands, or is taken back first.
+        """
+        if early is None:
+            transfer.wait()
+        elif early.settle(transfer):
+            return
         if transfer.is_edited:
             host_chunk.copy_param_from_device()
         numbers = transfer.numbers
         if not numbers.is_skipped:
-            prepared.run(transfer.grad_C, numbers.factor, groups, threads=self._threads)
+            prepared.run(transfer.grad_C, numbers.factor, groups, threads=self.threads)
 
     def submit(
         self,
@@ -63,21 +75,26 @@ class AsyncUpdateWorker:
         host_chunk: HostChunk,
         transfer: HostGradTransfer,
         groups: Groups,
+        early: EarlyUpdate | None = None,
     ) -> Wait:
         """Run :meth:`update` on the worker, with the options that ``groups`` have now."""
-        options = [{**group, "params": ()} for group in groups]
+        options = options_of(groups)
 
         def update() -> CopyHandle | None:
-            self.update(prepared, host_chunk, transfer, options)
+            self.update(prepared, host_chunk, transfer, options, early)
             return None if self.delayed else host_chunk.send_param(at_once=True)
 
-        future: Future[CopyHandle | None] = self._worker.submit(update)
+        future = self.start(update)
 
         def wait() -> None:
             arrival = future.result()
             host_chunk.wait_for_param(host_chunk.send_param() if self.delayed else arrival)
 
         return wait
+
+    def start(self, task: Callable[[], T]) -> Future[T]:
+        """Run ``task`` on the worker, after all that was started before."""
+        return self._worker.submit(task)
 
     def wait(self) -> None:
         """Block this thread until all updates have ended. Their errors are raised where they are used."""
@@ -86,6 +103,11 @@ class AsyncUpdateWorker:
     def close(self) -> None:
         """Wait for the update that runs, and drop those that have not begun."""
         self._worker.shutdown(wait=True, cancel_futures=True)
+
+
+def options_of(groups: Groups) -> list[dict[str, Any]]:
+    """The options of param groups as they are now."""
+    return [{**group, "params": ()} for group in groups]
 
 
 def _nothing() -> None:

@@ -114,12 +114,13 @@ def check_capacity(
     rank_info: RankInfo,
     device: torch.device,
     *,
-    disk_buffer_nbytes: int = 0,
+    buffer_nbytes: int = 0,
 ) -> list[str]:
     """Refuse a plan that a host cannot hold, and forecast the time that its disks will take. Collective.
 
-    ``disk_buffer_nbytes``: host memory through which state on disk passes
-    (:func:`zeroshard.offload.offload_plan.disk_buffer_nbytes`).
+    ``buffer_nbytes``: host memory through which state on disk passes, and to which state is copied before
+    early updates (``disk_buffer_nbytes`` and ``old_state_nbytes`` of
+    :mod:`zeroshard.offload.offload_plan`).
 
     Returns lines with the forecast on the first rank of each host, and nothing on other ranks. Every rank
     checks every host with the same numbers, so either all ranks raise or none.
@@ -133,7 +134,7 @@ def check_capacity(
     mine = _Told(
         host_number(),
         [limits.free_nbytes or UNKNOWN_NBYTES, *(_free(path) for path in paths)],
-        _demand(planned, offload_plan, config, device, disk_buffer_nbytes),
+        _demand(planned, offload_plan, config, device, buffer_nbytes),
     )
     row_K = torch.tensor(mine.row(), dtype=torch.float64).to(device)
     rows = comm.all_gather_small(row_K, name="room")
@@ -192,7 +193,7 @@ def _demand(
     offload_plan: OffloadPlan,
     config: Config,
     device: torch.device,
-    disk_buffer_nbytes: int,
+    buffer_nbytes: int,
 ) -> Demand:
     """The demand of this rank, with its buffers."""
     on_cpu = device.type == "cpu"
@@ -209,7 +210,7 @@ def _demand(
     scratch_nbytes = sum(
         numel * dtype.itemsize for what, numel, dtype in sizes if what == "scratch"
     )
-    return replace(states, host_nbytes=states.host_nbytes + disk_buffer_nbytes + scratch_nbytes)
+    return replace(states, host_nbytes=states.host_nbytes + buffer_nbytes + scratch_nbytes)
 
 
 def _on_disk(demands: Iterable[Demand], kinds: Sequence[str]) -> int:

@@ -117,6 +117,13 @@ class HostChunk:
         assert self.arrived_print is not None
         return fingerprint(self.device_param_C), self.arrived_print
 
+    @property
+    def gradient(self) -> tuple[Tensor, CopyHandle]:
+        """The gradient of this step in host memory, and the copy that brings it."""
+        assert self._grad_C is not None
+        assert self._grad_arrival is not None
+        return self._grad_C, self._grad_arrival
+
     def send_gradient(self, grad_C: Tensor) -> None:
         """Start copying this step's gradient to the host, after the queued work of the current stream.
 
@@ -195,11 +202,16 @@ class HostChunk:
             self.update_fingerprint()
 
 
+def nothing() -> None:
+    """Updates in host memory wait for the step."""
+
+
 class HostGradStore:
     """A unit's reduced gradient in host memory, where its update runs, from the end of its reduction.
 
     ``parts``: slices of the gradient and their chunks, ``numel`` elements in total. ``before()`` is
-    called before the chunks' gradient buffers are overwritten.
+    called before the chunks' gradient buffers are overwritten, ``after()`` when a complete gradient is on
+    its way, and ``stale()`` when that is replaced, taken out or dropped.
     """
 
     every_backward = False
@@ -210,23 +222,32 @@ class HostGradStore:
         *,
         numel: int,
         before: Callable[[], object],
+        after: Callable[[], object] = nothing,
+        stale: Callable[[], object] = nothing,
     ) -> None:
         self._parts = parts
         self._numel = numel
-        self._before = before
+        self._before, self._after, self._stale = before, after, stale
         self._like: Tensor | None = None  # empty, with dtype and device of the stored gradient
 
     def write(self, values_R: Tensor) -> None:
         """See :class:`~zeroshard.offload.grad_store.GradStore`."""
         self._before()
+        self._stale()
         self._like = values_R.new_empty(0)
         for part, host_chunk in self._parts:
             host_chunk.send_gradient(values_R[part])
+        self._after()
 
     def prefetch(self) -> None:
         """Does nothing: the update uses the gradient in host memory."""
 
     def acquire(self) -> Tensor:
+        """A copy on the device, to be changed."""
+        self._stale()
+        return self.peek()
+
+    def peek(self) -> Tensor:
         """A copy on the device."""
         assert self._like is not None
         back_R = self._like.new_empty(self._numel)
@@ -234,10 +255,9 @@ class HostGradStore:
             host_chunk.fetch_gradient(back_R[part])
         return back_R
 
-    peek = acquire
-
     def free(self) -> None:
-        """Does nothing: the memory is reused for the next gradient."""
+        """The memory is reused for the next gradient."""
+        self._stale()
 
 
 class HostStaging:

@@ -34,7 +34,8 @@ class OffloadPlan:
 
     ``spans``: chunks of what the rank updates, with tiers. ``params``: the tier of the unit's shard.
     ``grads``: units whose reduced gradient is stored in a tier until its update. ``sent``: units whose
-    gradient is copied to the host when it is complete, and freed on the device.
+    gradient is copied to the host when it is complete, and freed on the device. ``early``: those of them
+    whose update may begin before the norm of the gradient is known.
     """
 
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
@@ -42,6 +43,7 @@ class OffloadPlan:
     rows: Mapping[str, DtypeRow] = field(default_factory=dict)  # of the trained units
     grads: Mapping[str, Tier] = field(default_factory=dict)
     sent: frozenset[str] = frozenset()
+    early: frozenset[str] = frozenset()
 
     @property
     def is_offloaded(self) -> bool:
@@ -109,7 +111,36 @@ def plan_offload(
         return OffloadPlan(spans, tiers, trained, grads=_grad_tiers(spans))
     # On a GPU host gradients wait in host memory, since their updates need them there.
     sent = frozenset[str]() if _is_delayed(config) else _sent(spans, tiers)
-    return OffloadPlan(spans, tiers, trained, sent=sent)
+    return OffloadPlan(spans, tiers, trained, sent=sent, early=_early(spans, sent, config))
+
+
+def _early(
+    spans: Mapping[str, Sequence[Span]], sent: frozenset[str], config: Config
+) -> frozenset[str]:
+    """The units whose updates may begin in backward: the first ones of it, as many as have room."""
+    section = config.zero_optimization.offload_optimizer
+    if section is None or not section.super_offload:
+        return frozenset()
+    room, found = section.super_offload_numel, []
+    for name in reversed([name for name in spans if name in sent]):
+        numel = spans[name][-1].end
+        if room is not None and numel > room:
+            break
+        room = None if room is None else room - numel
+        found.append(name)
+    return frozenset(found)
+
+
+def old_state_nbytes(offload_plan: OffloadPlan, found: Mapping[torch.dtype, Probe]) -> int:
+    """Host memory for the state before early updates: parameter, master, and state of their shapes."""
+    nbytes = 0
+    for name in offload_plan.early:
+        row = offload_plan.rows[name]
+        kept = [dtype for dtype in found[row.master].state.values() if dtype is not None]
+        dtypes = [row.param, *([row.master] if row.has_master else []), *kept]
+        numel = sum(span.end - span.begin for span in offload_plan.spans[name])
+        nbytes += numel * sum(dtype.itemsize for dtype in dtypes)
+    return nbytes
 
 
 def _grad_tiers(spans: Mapping[str, Sequence[Span]]) -> dict[str, Tier]:
@@ -287,3 +318,5 @@ def host_sizes(offload_plan: OffloadPlan) -> Iterator[tuple[str, int, torch.dtyp
                 yield "scratch", nbytes, torch.uint8
         away = sum(tier is not Tier.DEVICE for tier in offload_plan.params.values())
         yield "scratch", numbers_numel(away, compared), torch.float64
+    if offload_plan.early:
+        yield "scratch", 1, torch.float64  # the factor that they assume

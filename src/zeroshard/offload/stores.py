@@ -24,12 +24,15 @@ from zeroshard.device.copy_streams import CopyStreams, CudaCopyStreams
 from zeroshard.device.pinned import HostArena, slot_nbytes
 from zeroshard.memory.malloc import return_large_blocks
 from zeroshard.memory.storage import WEIGHTS_NBYTES, WEIGHTS_OWNER, weights_for
+from zeroshard.offload.async_update import AsyncUpdateWorker
+from zeroshard.offload.early_update import EarlyUpdates
 from zeroshard.offload.grad_store import GradStore, PlannedGradStore
 from zeroshard.offload.host_chunk import HostStaging
 from zeroshard.offload.offload_plan import (
     OffloadPlan,
     grad_itemsize,
     host_sizes,
+    old_state_nbytes,
     page_sizes,
     shared_nbytes,
 )
@@ -41,6 +44,7 @@ from zeroshard.optim.fused_update import threads_for
 from zeroshard.optim.probe import Probe
 
 _COPY_BUFFERS = "copy buffers of host chunks"
+_OLD_STATE = "state before early updates"
 
 PATIENCE_S = 10.0
 """How long copies are waited for after an error. They take less than a second unless a rank is lost."""
@@ -157,6 +161,22 @@ class Stores:
             shared_nbytes=shared_nbytes(self._offload_plan),
         )
 
+    def let_updates_begin_early(
+        self,
+        host: HostStaging | None,
+        worker: AsyncUpdateWorker | None,
+        found: Mapping[torch.dtype, Probe],
+    ) -> None:
+        """Let the worker begin updates before the step, if the plan says so."""
+        if not self._offload_plan.early:
+            return
+        self._ledger.hold(
+            "scratch", _OLD_STATE, old_state_nbytes(self._offload_plan, found), Tier.HOST
+        )
+        if host is not None and worker is not None:
+            factor_1 = host.allocate(1, torch.float64)
+            worker.early = EarlyUpdates(worker, self._offload_plan.early, host.streams, factor_1)
+
     def _host_nbytes(self) -> dict[str, int]:
         """Bytes of pinned memory for the update in host memory, by category of the ledger."""
         nbytes = dict.fromkeys(("master", "scratch"), 0)
@@ -231,6 +251,7 @@ class Stores:
         for arena in [*self._arenas, *(arena for opened in tiers for arena in opened.arenas)]:
             arena.close() if is_idle else arena.keep_locked()
         self._ledger.hold("scratch", _COPY_BUFFERS, 0, Tier.HOST)
+        self._ledger.hold("scratch", _OLD_STATE, 0, Tier.HOST)
         self._ledger.hold("scratch", WEIGHTS_OWNER, 0)
         for opened in self._opened.values():
             opened.close()

@@ -236,6 +236,7 @@ class FusedUpdate:
         self._low_R = param_R
         self._lend = lend
         self.steps = [state["step"] for state in states] if kernel.counts else []
+        self._states = states
         numel = master_R.numel()
         self._pieces = [
             _piece(kernel, fragments, states, begin, min(begin + PIECE_NUMEL, numel))
@@ -260,8 +261,11 @@ class FusedUpdate:
         groups: Sequence[Mapping[str, Any]],
         *,
         threads: int | None = None,
+        keeps_grad: bool = False,
     ) -> None:
-        """Update master, state and parameter with ``grad_R * factor``. May overwrite ``grad_R``.
+        """Update master, state and parameter with ``grad_R * factor``.
+
+        May overwrite ``grad_R``, unless it ``keeps_grad``.
 
         Elements of the parameter that differ from the rounded master were written by the program, and are
         first copied into the master. ``threads``: the most that a compiled update may use; default: as
@@ -271,14 +275,14 @@ class FusedUpdate:
             torch._foreach_add_(self.steps, 1)
         spans, library = self.spans, self.library()
         if spans is None or library is None or grad_R.dtype not in GRAD_DTYPES:
-            self._run_pieces(self._pieces, grad_R, factor, groups)
+            self._run_pieces(self._pieces, grad_R, factor, groups, keeps_grad)
             return
         if self._base != (base := self.addresses()):
             spans.locate()
             self._base = base
         most = torch.get_num_threads() if threads is None else threads
         library.update(spans, [grad_R], factor, groups, threads=threads_for(spans.numel, most))
-        self.run_tails(grad_R, factor, groups)
+        self.run_tails(grad_R, factor, groups, keeps_grad=keeps_grad)
 
     def library(self) -> CompiledAdam | None:
         """The compiled update, if it is ready and can be used."""
@@ -287,10 +291,23 @@ class FusedUpdate:
             self._library = self._kernel.compiled()
         return self._library
 
-    def run_tails(self, grad_R: Tensor, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
+    def run_tails(
+        self,
+        grad_R: Tensor,
+        factor: float,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        keeps_grad: bool = False,
+    ) -> None:
         """Update what is left of each fragment after :attr:`spans`."""
         if self._tails:
-            self._run_pieces(self._tails, grad_R, factor, groups)
+            self._run_pieces(self._tails, grad_R, factor, groups, keeps_grad)
+
+    def changed(self) -> list[Tensor]:
+        """Every tensor that :meth:`run` writes, apart from the gradient, once."""
+        names = self._kernel.names
+        flats = [self._master_R, self._low_R, *(s[name] for s in self._states for name in names)]
+        return list({id(flat): flat for flat in flats}.values())
 
     def addresses(self) -> tuple[int, int]:
         """Addresses of master and parameter. A shard on disk has other memory for each update."""
@@ -302,9 +319,10 @@ class FusedUpdate:
         grad_R: Tensor,
         factor: float,
         groups: Sequence[Mapping[str, Any]],
+        keeps_grad: bool,
     ) -> None:
-        """Update piece by piece, each in the master's dtype. A cast needs memory for one piece."""
-        if grad_R.dtype == self._master_R.dtype:
+        """Update piece by piece, each in the master's dtype. A copy needs memory for one piece."""
+        if grad_R.dtype == self._master_R.dtype and not keeps_grad:
             for piece in pieces:
                 self._run_piece(piece, grad_R[piece.begin : piece.end], factor, groups)
             return

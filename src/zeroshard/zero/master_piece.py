@@ -29,7 +29,12 @@ _SHAPES = {
 
 
 class MasterPiece(Tensor):
-    """A fragment of a master that refuses writes with a :class:`UsageError`."""
+    """A fragment of a master that refuses writes with a :class:`UsageError`.
+
+    ``settle``: called before values are read, if an update may have changed them before its step.
+    """
+
+    settle: Callable[[], None] | None = None
 
     @classmethod
     def __torch_function__(
@@ -60,10 +65,13 @@ class MasterPiece(Tensor):
                 "zeroshard.zero.GatheredParameters or with safe_set_full_fp32_param, and a gradient "
                 "with safe_set_full_grad."
             )
+        settle = next((piece.settle for piece in _pieces(args) if piece.settle is not None), None)
+        if settle is not None and not _asks_shape(func):
+            settle()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             memory = {t.untyped_storage()._cdata for t in _pieces(args)}
-            return _guarded(result, memory)
+            return _guarded(result, memory, settle)
 
 
 class PagedPiece(MasterPiece):
@@ -87,7 +95,7 @@ def _writes(func: Callable[..., Any], args: Any) -> bool:
     return in_place or name in _ASSIGNS
 
 
-def _pieces(args: Iterable[Any]) -> Iterable[Tensor]:
+def _pieces(args: Iterable[Any]) -> Iterable[MasterPiece]:
     for arg in args:
         if isinstance(arg, MasterPiece):
             yield arg
@@ -95,11 +103,14 @@ def _pieces(args: Iterable[Any]) -> Iterable[Tensor]:
             yield from _pieces(arg)
 
 
-def _guarded(result: Any, memory: set[int]) -> Any:
+def _guarded(result: Any, memory: set[int], settle: Callable[[], None] | None) -> Any:
     if isinstance(result, (list, tuple)):
-        return type(result)(_guarded(item, memory) for item in result) if memory else result
-    if type(result) is Tensor and memory and result.layout is torch.strided:
-        return (
-            result.as_subclass(MasterPiece) if result.untyped_storage()._cdata in memory else result
-        )
-    return result
+        return type(result)(_guarded(item, memory, settle) for item in result) if memory else result
+    if type(result) is not Tensor or not memory or result.layout is not torch.strided:
+        return result
+    if result.untyped_storage()._cdata not in memory:
+        return result
+    piece = result.as_subclass(MasterPiece)
+    if settle is not None:
+        piece.settle = settle
+    return piece

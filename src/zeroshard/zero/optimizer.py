@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,13 +49,9 @@ from zeroshard.zero.held_grads import HeldGrads
 from zeroshard.zero.life import Life
 from zeroshard.zero.make_shard import GiveMemory, StateDtypes, make_optimizer_shard
 from zeroshard.zero.optimizer_object import OptimizerObject
-from zeroshard.zero.optimizer_shard import (
-    OptimizerChunk,
-    OptimizerShard,
-    OwnedFragment,
-    all_norms,
-)
-from zeroshard.zero.optimizer_state import FragmentState
+from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment
+from zeroshard.zero.optimizer_state import FragmentState, SettledState
+from zeroshard.zero.shard_norms import all_norms
 from zeroshard.zero.turns import Turns
 from zeroshard.zero.unit import Unit, UnitState
 from zeroshard.zero.updaters import StepInputs
@@ -96,8 +92,9 @@ class ShardedOptimizer:
         worker: AsyncUpdateWorker | None = None,
     ) -> None:
         _refuse_used(inner)
-        inner.state = FragmentState(dict, inner.state)
         self.inner = inner
+        self.early = None if worker is None else worker.early
+        inner.state = (FragmentState if self.early is None else SettledState)(dict, inner.state)
         self.ledger = ledger
         self.life = life
         self.pager = pager
@@ -135,7 +132,18 @@ class ShardedOptimizer:
         self._turns = Turns(
             self.object, self.shards, ledger=ledger, worker=worker, compiles=compiles
         )
+        self._let_updates_begin_early()
         self.report()
+
+    def _let_updates_begin_early(self) -> None:
+        early, state = self.early, self.inner.state
+        if early is None:
+            return
+        assert isinstance(state, SettledState)
+        state.settle = early.withdraw
+        for at, shard in enumerate(self.shards):
+            if shard.unit.name in early.units:
+                shard.begin_early(partial(self._turns.begin_early, at), early)
 
     @cached_property
     def skips_on_device(self) -> bool:
@@ -186,6 +194,8 @@ class ShardedOptimizer:
         ``pending`` waits for the unit's update (None: it is complete).
         """
         turns = self._turns.current()
+        if self.early is not None:
+            self.early.hand_over()
         late: list[tuple[Unit, PendingUpdates | None]] = []
         with self._turns.one_step(), contextlib.closing(self._walk_pages()) as pages:
             inputs = StepInputs(factor, found_inf, untouched or {}, pages)
@@ -248,6 +258,8 @@ class ShardedOptimizer:
 
     def wait_for_worker(self) -> None:
         """Block this thread until no update runs in host memory. Parameters are not all-gathered."""
+        if self.early is not None:
+            self.early.withdraw()
         if self._worker is not None:
             self._worker.wait()
 
@@ -328,6 +340,8 @@ class ShardedOptimizer:
 
     def close(self) -> None:
         """Free masters and state."""
+        if self.early is not None:
+            self.early.close()
         for handle in self._guards:
             handle.remove()
         self.stand_ins.close()
@@ -344,6 +358,7 @@ class ShardedOptimizer:
         if self._worker is not None:
             self._worker.close()
         self.shards = []
+        self.early = None
 
 
 def _places(inner: torch.optim.Optimizer) -> dict[int, tuple[int, int]]:

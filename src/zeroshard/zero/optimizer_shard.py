@@ -36,6 +36,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,14 +46,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.memory import storage
-from zeroshard.offload.host_chunk import HostChunk, HostGradStore
-from zeroshard.optim import native_adam
-from zeroshard.optim.fragment_norms import norms_of
+from zeroshard.offload.early_update import EarlyUpdates
+from zeroshard.offload.host_chunk import HostChunk, HostGradStore, nothing
 from zeroshard.optim.fused_update import PIECE_NUMEL, sync_master_from_param
 from zeroshard.optim.state_tree import flat, replace
 from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.held_grads import HeldGrad, assigned
 from zeroshard.zero.master_piece import MasterPiece, PagedPiece
+from zeroshard.zero.shard_norms import measure
 from zeroshard.zero.unit import Unit, offloaded_error
 
 if TYPE_CHECKING:
@@ -149,12 +150,12 @@ class OptimizerChunk:
             ):
                 sync_master_from_param(master, low)
 
-    def adopt_state(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+    def adopt_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Move state that the optimizer allocated itself to :attr:`state_C`."""
         if not self.state_C:
             return
         for fragment in self.fragments:
-            here = state.get(fragment.value)
+            here = dict.get(state, fragment.value)
             if here:
                 _seat(here, fragment, self.state_C)
 
@@ -211,6 +212,7 @@ class OptimizerShard:
     # Of "master" and "optimizer": what offload_states() moved to the host.
     is_offloaded: frozenset[str] = frozenset()
     has_new_state: bool = False  # the optimizer's own step ran, which may have allocated state
+    settle: Callable[[], None] = nothing  # called before master and state are read or written
     # Of each parameter's part of ``own``: slot, begin and end. And the slots without elements.
     cuts: list[tuple[int, tuple[int, int]]] = field(init=False)
     empty: list[tuple[int, tuple[int, int]]] = field(init=False)
@@ -247,14 +249,32 @@ class OptimizerShard:
         if stores_on_host and self.is_updated_asynchronously:
             self.buffer.store = self._grad_on_host()
 
-    def _grad_on_host(self) -> HostGradStore:
+    def begin_early(self, begin: Callable[[], None], early: EarlyUpdates) -> None:
+        """``begin()`` the update when its gradient is complete. Reading master and state withdraws it."""
+        self.settle = early.withdraw
+        for fragment in self.fragments:
+            if isinstance(fragment.value, MasterPiece):
+                fragment.value.settle = early.withdraw
+        host_chunks = [chunk.host_chunk for chunk in self.chunks if chunk.host_chunk is not None]
+        stale = partial(early.withdraw_if_open, host_chunks)
+        self.buffer.store = self._grad_on_host(begin, stale)
+
+    def _grad_on_host(
+        self, after: Callable[[], None] = nothing, stale: Callable[[], None] = nothing
+    ) -> HostGradStore:
         parts = [
             (slice(chunk.begin, chunk.begin + chunk.numel), chunk.host_chunk)
             for chunk in self.chunks
             if chunk.host_chunk is not None
         ]
         # write() overwrites the gradient buffer, which the last update must have read.
-        return HostGradStore(parts, numel=self.param_R.numel(), before=self.unit.wait_for_unshard)
+        return HostGradStore(
+            parts,
+            numel=self.param_R.numel(),
+            before=self.unit.wait_for_unshard,
+            after=after,
+            stale=stale,
+        )
 
     def gradient_of(self, chunk: OptimizerChunk) -> Tensor:
         """The chunk's part ``[C]`` of the reduced gradient: a sum over ranks, still loss-scaled."""
@@ -282,6 +302,7 @@ class OptimizerShard:
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:
         """Keeps ``param_R`` readable inside the block."""
+        self.settle()
         self.unit.store.acquire()
         try:
             yield
@@ -400,43 +421,6 @@ class OptimizerShard:
             return chunk.tier
         is_there = any(storage.is_shared(value, flat_C) for flat_C in chunk.state_C.values())
         return chunk.tier if is_there else Tier.HOST
-
-
-def all_norms(shards: Sequence[OptimizerShard]) -> Norms:
-    """2-norms of this rank's fragments of this step's gradients.
-
-    Those of a gradient in a store were measured when it was stored. The others are measured together.
-    """
-    found: Norms = []
-    here: list[tuple[OptimizerShard, Tensor]] = []
-    for shard in shards:
-        buffer = shard.buffer
-        if buffer.norms is not None:
-            found += buffer.norms
-            continue
-        grad_R = buffer.reduced_N if shard.is_whole else buffer.peek()
-        assert grad_R is not None, "GradReducer.finish() comes before the norm"
-        if buffer.is_stored:  # its memory is needed for the next one
-            found += shard.measure(grad_R)
-        else:
-            here.append((shard, grad_R))
-    return found + measure(here)
-
-
-def measure(gradients: Sequence[tuple[OptimizerShard, Tensor]]) -> Norms:
-    """2-norms of this rank's fragments of gradients ``[R]`` of the shards."""
-    cuts = [shard.measured_cuts() for shard, _ in gradients]
-    places = [[place for _, place in found] for found in cuts]
-    norms = norms_of(
-        [(grad_R, of_it) for (_, grad_R), of_it in zip(gradients, places, strict=True)],
-        native_adam.norms(),
-    )
-    positions = [
-        shard.unit.positions[index]
-        for (shard, _), found in zip(gradients, cuts, strict=True)
-        for index, _ in found
-    ]
-    return [*zip(positions, norms, strict=True)]
 
 
 def _seat(here: dict[str, Any], fragment: OwnedFragment, state_C: Mapping[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from zeroshard.errors import UsageError
@@ -30,3 +31,54 @@ class FragmentState(defaultdict[Any, Any]):
         if key not in self and owner_of(key) is not None:
             self.__missing__(key)
         return super().get(key, default)
+
+
+class SettledState(FragmentState):
+    """The same, but ``settle()`` is called before values are given out.
+
+    For state that an update may have changed before its step. ``dict.get(state, key)`` does not call it.
+    """
+
+    settle: Callable[[], None] = staticmethod(lambda: None)
+
+    def __getitem__(self, key: Any) -> Any:
+        self.settle()
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """See :class:`FragmentState`."""
+        self.settle()
+        return super().get(key, default)
+
+    def values(self) -> Any:
+        """As a dict's."""
+        self.settle()
+        return super().values()
+
+    def items(self) -> Any:
+        """As a dict's."""
+        self.settle()
+        return super().items()
+
+    def pop(self, *args: Any) -> Any:
+        """As a dict's."""
+        self.settle()
+        return super().pop(*args)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.settle()
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self.settle()
+        super().__delitem__(key)
+
+    def clear(self) -> None:
+        """As a dict's."""
+        self.settle()
+        super().clear()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As a dict's."""
+        self.settle()
+        super().update(*args, **kwargs)

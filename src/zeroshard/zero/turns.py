@@ -20,17 +20,12 @@ from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.optim.fused_update import UpdateKernel
 from zeroshard.optim.kernels import deciding_options, kernel_of, steps_chunk_by_chunk
 from zeroshard.optim.step_hooks import has_hooks, hook_counts
+from zeroshard.zero.choose_updater import WholeStep, choose_updater, overlap_copies
 from zeroshard.zero.device_update import DeviceUpdate, Part, may_update
+from zeroshard.zero.host_updaters import EarlyHostUpdater
 from zeroshard.zero.optimizer_object import OptimizerObject, is_patched
 from zeroshard.zero.optimizer_shard import OptimizerShard
-from zeroshard.zero.updaters import (
-    FusedStep,
-    JointStep,
-    Updater,
-    WholeStep,
-    choose_updater,
-    overlap_copies,
-)
+from zeroshard.zero.updaters import FusedStep, JointStep, Updater
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -39,7 +34,8 @@ class Turn:
 
     ``loads``: the unit's shard must be read before. ``prefetches``: start reading what the
     next turn needs. ``is_late``: the unit is yielded after the last turn, because its update may run
-    asynchronously. ``frees``: free a gradient that has a store.
+    asynchronously. ``frees``: free a gradient that has a store. ``early``: begin updates when the
+    gradient is complete.
     """
 
     shard: OptimizerShard
@@ -48,6 +44,7 @@ class Turn:
     prefetches: tuple[Callable[[], None], ...]
     is_late: bool
     frees: tuple[Callable[[], None], ...]
+    early: tuple[Callable[[], None], ...]
 
 
 class _Way(NamedTuple):
@@ -93,12 +90,18 @@ class Turns:
         self._ledger = ledger
         self._worker = worker
         self._compiles = compiles
+        self._early = None if worker is None else worker.early
         self._deciding_options = deciding_options(optimizer.inner)
         self._decided_on: list[object] = []  # the options for which the turns were chosen
         self._way: _Way | None = None
         self._turns: list[Turn] = []
         self._device_updates: dict[int, DeviceUpdate] = {}
         self.choose()
+
+    def begin_early(self, at: int) -> None:
+        """Begin updates of a shard, by its index, whose gradient is on its way to host memory."""
+        for begin in self.current()[at].early:
+            begin()
 
     def current(self) -> list[Turn]:
         """The turns for the optimizer's options as they are now."""
@@ -122,6 +125,8 @@ class Turns:
         if way == self._way and not anew:
             return
         self._way = way
+        if self._early is not None:
+            self._early.withdraw()  # the new updaters do not know them
         all_at_once = all(s.is_in_memory(chunk) for s in self._shards for chunk in s.chunks)
         several = way.is_whole and not all_at_once
         self.one_step = self._optimizer.several if several else nullcontext
@@ -141,6 +146,7 @@ class Turns:
         self, shard: OptimizerShard, kernel: UpdateKernel | None, whole: WholeStep | None
     ) -> list[Updater]:
         on_device = self._device_updates.get(id(shard))
+        early = self._early if self._early and shard.unit.name in self._early.units else None
         updaters: list[Updater] = [] if on_device is None else [on_device]
         return updaters + [
             choose_updater(
@@ -151,6 +157,7 @@ class Turns:
                 ledger=self._ledger,
                 worker=self._worker,
                 whole=whole,
+                early=early,
             )
             for chunk in shard.chunks
             if not may_update(chunk, kernel)
@@ -184,6 +191,7 @@ class Turns:
             prefetches=() if following is None else following.prefetches(),
             is_late=self._worker is not None and not only_in_use,
             frees=() if shard.buffer.store is None else (shard.buffer.discard_reduced,),
+            early=tuple(u.begin_early for u in updaters if isinstance(u, EarlyHostUpdater)),
         )
 
     def _choose_device_updates(self, kernel: UpdateKernel | None) -> None:
