@@ -315,7 +315,7 @@ MUTATIONS = [
     ),
     Mutation(
         "reduction-of-replicas-not-waited-for",  # streams of a device only
-        "comm/two_hop.py",
+        "comm/hops.py",
         "            queue.ops.current_stream().wait_event(self._event)\n",
         "",
         "tests/streams/test_two_hop_streams.py::test_the_hops_are_ordered_and_the_host_does_not_wait",

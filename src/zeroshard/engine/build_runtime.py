@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.dtensors import local_of
+from zeroshard.comm.nested import NestedComm
 from zeroshard.config import Config
+from zeroshard.config.hierarchy import shares_params_in_nodes
 from zeroshard.core.layout import is_split
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
@@ -35,6 +37,7 @@ from zeroshard.engine.tied_units import gathers_of, reductions_of
 from zeroshard.engine.unit_plan import UnitSpec, plan_bytes
 from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.offload.capacity_check import check_capacity
+from zeroshard.offload.node_store import NodeMemory
 from zeroshard.offload.offload_plan import (
     OffloadPlan,
     check_device,
@@ -42,6 +45,7 @@ from zeroshard.offload.offload_plan import (
     plan_offload,
     shaped_state,
 )
+from zeroshard.offload.shard_store import AllocateShard, ShardStore
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.twin import rebind
 from zeroshard.session.comm_session import CommSession
@@ -149,9 +153,19 @@ def _plan_bytes(
         offload_plan=offload_plan,
     )
     return [
-        replace(row, rank=gathers_of(spec, watch).rank) if spec.tie else row
+        _of_holders(row, spec, draft.loaded.config, gathers_of(spec, watch))
         for spec, row in zip(draft.specs, plan, strict=True)
     ]
+
+
+def _of_holders(row: UnitBytes, spec: UnitSpec, config: Config, comm: Comm) -> UnitBytes:
+    """What depends on the ranks that share a unit."""
+    if spec.tie:
+        return replace(row, rank=comm.rank)
+    if _rests_in_node(spec, config, comm):
+        assert isinstance(comm, NestedComm)
+        return replace(row, second_numel=(comm.outer.size - 1) * row.layout.shard_numel)
+    return row
 
 
 def _check_room(
@@ -262,6 +276,7 @@ def _build_units(
     units = []
     for spec in frame.draft.specs:
         comm = gathers_of(spec, frame.watch)
+        store_of, room = _store_of(spec, frame, comm)
         unit = Unit(
             spec.name,
             spec.layout,
@@ -275,14 +290,32 @@ def _build_units(
             comm=comm,
             ledger=frame.ledger,
             device=device,
-            store_of=partial(stores.stores_of_unit(spec.name).shard_store, spec.name),
-            room=stores.stores_of_unit(spec.name).allocate,
+            store_of=store_of,
+            room=room,
             has_copies=not frame.draft.mesh.is_data_only,
             group=spec.group,
         )
         units.append(unit)
         undo.callback(unit.close, wait=False)
     return units
+
+
+def _store_of(
+    spec: UnitSpec, frame: _Frame, comm: Comm
+) -> tuple[Callable[[Tensor], ShardStore], AllocateShard]:
+    """What makes the store of a unit's shard, and the memory for it."""
+    if _rests_in_node(spec, frame.config, comm):
+        assert isinstance(comm, NestedComm)
+        memory = NodeMemory(comm, frame.draft.device)
+        return memory.shard_store, memory.allocate
+    stores = frame.stores.stores_of_unit(spec.name)
+    return partial(stores.shard_store, spec.name), stores.allocate
+
+
+def _rests_in_node(spec: UnitSpec, config: Config, comm: Comm) -> bool:
+    """Whether the ranks of a node share a unit between steps. Tied units are shared by other ranks."""
+    shared = shares_params_in_nodes(config.zero_optimization)
+    return shared and isinstance(comm, NestedComm) and not spec.tie
 
 
 def _build_prefetcher(model: nn.Module, units: Sequence[Unit], frame: _Frame) -> Prefetcher:
