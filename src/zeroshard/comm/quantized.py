@@ -10,7 +10,7 @@ This is another computation than a sum of gradients: see :mod:`zeroshard.precisi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,13 @@ BITS = 4
 class QuantizedSums:
     """A communicator that reduces in 4 bits, and does everything else as ``comm`` does.
 
-    ``comm`` has one hop, or is a :class:`~zeroshard.comm.nested.NestedComm`.
+    ``comm`` has one hop, or is a :class:`~zeroshard.comm.nested.NestedComm`. ``gaps``: ``(begin, end)``
+    of the padding of the gradients, whose contents are undefined and must not be rounded with others.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, gaps: Sequence[tuple[int, int]] = ()) -> None:
         self._comm = comm
+        self._gaps = gaps
         self.size = comm.size
         self.rank = comm.rank
         self.transport = comm.transport
@@ -66,6 +68,8 @@ class QuantizedSums:
         comm = self._comm
         if not full_N.numel():
             return DONE
+        for begin, end in self._gaps:
+            full_N[begin:end].zero_()
         if not isinstance(comm, NestedComm):
             return _summed(comm, out_S, full_N, name)
         part_M = out_S.new_empty(full_N.numel() // comm.inner.size, dtype=_wide(out_S))

@@ -46,7 +46,7 @@ from zeroshard.offload.offload_plan import (
     plan_offload,
     shaped_state,
 )
-from zeroshard.offload.quantized_store import BITS, QuantizedNodeStore, QuantizedShardStore
+from zeroshard.offload.quantized_store import BITS, QuantizedShardStore
 from zeroshard.offload.shard_store import AllocateShard, ShardStore
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.twin import rebind
@@ -162,16 +162,17 @@ def _plan_bytes(
 
 
 def _of_holders(row: UnitBytes, spec: UnitSpec, config: Config, comm: Comm) -> UnitBytes:
-    """What depends on the ranks that share a unit."""
+    """What depends on the ranks that share a unit, and on what travels between them."""
+    shard_numel, nodes = row.layout.shard_numel, 1
     if spec.tie:
-        return replace(row, rank=comm.rank)
+        row = replace(row, rank=comm.rank)
     if _rests_in_node(spec, config, comm):
         assert isinstance(comm, NestedComm)
-        shards = comm.outer.size * row.layout.shard_numel
-        if _travels_quantized(spec, config):
-            return replace(row, second_nbytes=wire_nbytes(shards, BITS))
-        return replace(row, second_nbytes=(shards - row.layout.shard_numel) * row.param_nbytes)
-    return row
+        nodes = comm.outer.size
+    second_nbytes = (nodes - 1) * shard_numel * row.param_nbytes
+    if _travels_quantized(spec, config, comm):
+        second_nbytes = nodes * wire_nbytes(shard_numel, BITS)
+    return replace(row, second_nbytes=second_nbytes)
 
 
 def _check_room(
@@ -312,11 +313,8 @@ def _store_of(
     """What makes the store of a unit's shard, and the memory for it."""
     stores = frame.stores.stores_of_unit(spec.name)
     in_node = _rests_in_node(spec, frame.config, comm)
-    if _travels_quantized(spec, frame.config):
-        if in_node:
-            assert isinstance(comm, NestedComm)
-            return partial(QuantizedNodeStore, comm=comm), stores.allocate
-        return QuantizedShardStore, stores.allocate
+    if _travels_quantized(spec, frame.config, comm):
+        return partial(QuantizedShardStore, comm=comm, in_node=in_node), stores.allocate
     if in_node:
         assert isinstance(comm, NestedComm)
         memory = NodeMemory(comm, frame.draft.device)
@@ -330,13 +328,13 @@ def _rests_in_node(spec: UnitSpec, config: Config, comm: Comm) -> bool:
     return shared and isinstance(comm, NestedComm) and not spec.tie
 
 
-def _travels_quantized(spec: UnitSpec, config: Config) -> bool:
-    """Whether a unit is gathered in 8 bits."""
+def _travels_quantized(spec: UnitSpec, config: Config, comm: Comm) -> bool:
+    """Whether a unit is gathered in 8 bits. One rank gathers nothing."""
     zero = config.zero_optimization
     asked = zero.zero_quantized_weights or (
         zero.zero_quantized_nontrainable_weights and not spec.trainable
     )
-    return asked and spec.row.param.is_floating_point
+    return asked and comm.size > 1 and spec.row.param.is_floating_point
 
 
 def _sums_of(spec: UnitSpec, frame: _Frame) -> Comm:
@@ -344,7 +342,7 @@ def _sums_of(spec: UnitSpec, frame: _Frame) -> Comm:
     comm = reductions_of(spec, frame.watch)
     asked = frame.config.zero_optimization.zero_quantized_gradients and not spec.tie
     if asked and comm.size > 1 and spec.row.reduce.is_floating_point:
-        return QuantizedSums(comm)
+        return QuantizedSums(comm, spec.layout.gaps)
     return comm
 
 

@@ -29,37 +29,28 @@ BITS = 8
 
 
 class QuantizedShardStore(MemoryShardStore):
-    """A shard in device memory whose unit is gathered in 8 bits."""
+    """A shard in device memory whose unit is gathered in 8 bits, and the wire that was sent last.
 
-    def all_gather(self, comm: Comm, full_N: Tensor, part_S: Tensor, *, name: str) -> Handle:
-        """See :class:`~zeroshard.offload.shard_store.ShardStore`."""
-        wire = to_wire(self.shard_S, BITS)
-        wires = wire.new_empty(comm.size * wire.numel())
-        return _filling(comm.all_gather(wires, wire, name=name), wires, full_N, comm)
+    ``comm`` gathers the unit. ``in_node``: the store keeps the wires of its place in all nodes; ``comm``
+    is a :class:`~zeroshard.comm.nested.NestedComm` then.
+    """
 
-    def write_back(self, part_S: Tensor, *, edited: bool) -> None:
-        """See :class:`~zeroshard.offload.shard_store.ShardStore`. Takes over only what was edited.
-
-        The other elements of the part are rounded, and the shard has their exact values.
-        """
-        self._take_over(to_wire(self.shard_S, BITS), part_S)
-
-    def _take_over(self, wire: Tensor, part_S: Tensor) -> None:
-        given_S = from_wire(wire, torch.empty_like(part_S), BITS)
-        self.shard_S.copy_(torch.where(given_S == part_S, self.shard_S, part_S))
-
-
-class QuantizedNodeStore(QuantizedShardStore):
-    """The same, with the wires of this rank's place in all nodes. ``outer``: the number of nodes."""
-
-    def __init__(self, shard_S: Tensor, comm: NestedComm) -> None:
+    def __init__(self, shard_S: Tensor, comm: Comm, *, in_node: bool) -> None:
         super().__init__(shard_S)
-        self._wire_nbytes = wire_nbytes(shard_S.numel(), BITS)
-        self._wires = shard_S.new_zeros(comm.outer.size * self._wire_nbytes, dtype=torch.uint8)
-        self._own = self._wires.view(comm.outer.size, -1)[comm.outer.rank]
-        self._part_numel = comm.outer.size * shard_S.numel()
-        self._begin = comm.outer.rank * shard_S.numel()
+        count, at = 1, 0
+        if in_node:
+            assert isinstance(comm, NestedComm)
+            count, at = comm.outer.size, comm.outer.rank
+        self._in_node = in_node
+        shape = count, wire_nbytes(shard_S.numel(), BITS)
+        self._wires = shard_S.new_zeros(shape, dtype=torch.uint8)
+        self._own = self._wires[at]
+        self._begin = at * shard_S.numel()
         self._is_whole = False  # all wires are those of the shards
+        self._given = (
+            self._own
+        )  # what the full unit was filled from, as far as it is this rank's part
+        self._edited: Tensor | None = None  # elements that were edited since then
 
     @property
     def memories(self) -> tuple[Tensor, ...]:
@@ -72,37 +63,49 @@ class QuantizedNodeStore(QuantizedShardStore):
 
     def all_gather(self, comm: Comm, full_N: Tensor, part_S: Tensor, *, name: str) -> Handle:
         """See :class:`~zeroshard.offload.shard_store.ShardStore`. Inside the node if that is enough."""
-        assert isinstance(comm, NestedComm)
-        wires = self._wires.new_empty(comm.size * self._wire_nbytes)
-        if self._is_whole:
-            handle = comm.gather_from_node(wires, self._wires, name=name)
-        else:
+        wires = self._wires.new_empty((comm.size, self._own.numel()))
+        flat = wires.view(-1)
+        if not self._is_whole or not self._in_node:
             self._own.copy_(to_wire(self.shard_S, BITS))
-            handle = comm.gather_through(wires, self._wires, self._own, name=name)
-        return _filling(handle, wires, full_N, comm)
+        if not isinstance(comm, NestedComm) or not self._in_node:
+            handle = comm.all_gather(flat, self._own, name=name)
+        elif self._is_whole:
+            handle = comm.gather_from_node(flat, self._wires.view(-1), name=name)
+        else:
+            handle = comm.gather_through(flat, self._wires.view(-1), self._own, name=name)
+        return Then(handle, lambda: fill(full_N, wires))
 
     def close_gather(self, part_S: Tensor) -> None:
         """See :class:`~zeroshard.offload.shard_store.ShardStore`."""
         self._is_whole = True
+        self._given, self._edited = self._own, None
 
     def write_back(self, part_S: Tensor, *, edited: bool) -> None:
-        """See :class:`QuantizedShardStore`. Where something was edited, the wires are made again.
+        """See :class:`~zeroshard.offload.shard_store.ShardStore`. Takes over only what was edited.
 
-        Ranks at one place have equal parts, so they make equal wires.
+        The other elements of the part are rounded, and the shard has their exact values. An edit that
+        PyTorch has not counted is seen by other ranks from the next update on.
         """
-        self._take_over(self._own, part_S)
-        begin = part_S.storage_offset() - self._begin
-        part_M = part_S.as_strided((self._part_numel,), (1,), begin)
-        rows = self._wires.view(-1, self._wire_nbytes)
-        part_rows = part_M.view(len(rows), -1)
-        differs = (from_wire(rows, torch.empty_like(part_rows), BITS) != part_rows).any()
-        rows.copy_(torch.where(differs, to_wire(part_rows, BITS), rows))
+        differs = from_wire(self._given, torch.empty_like(part_S), BITS) != part_S
+        if self._edited is not None:
+            differs |= self._edited
+        self.shard_S.copy_(torch.where(differs, part_S, self.shard_S))
+        if edited:
+            self._edited = differs
+            if self._in_node:
+                self._round_again(part_S)
+
+    def _round_again(self, part_S: Tensor) -> None:
+        """Make those wires again that do not stand for the node part. It is equal in all nodes."""
+        if self._given is self._own:
+            self._given = self._own.clone()
+        shape = len(self._wires), part_S.numel()
+        rows = part_S.as_strided(shape, (shape[1], 1), part_S.storage_offset() - self._begin)
+        differs = from_wire(self._wires, torch.empty_like(rows), BITS) != rows
+        anew = differs.any(-1, keepdim=True)
+        self._wires.copy_(torch.where(anew, to_wire(rows, BITS), self._wires))
 
 
-def _filling(handle: Handle, wires: Tensor, full_N: Tensor, comm: Comm) -> Handle:
-    """The wait for ``handle``, which then fills ``full_N`` from the wires."""
-
-    def fill() -> None:
-        from_wire(wires.view(comm.size, -1), full_N.view(comm.size, -1), BITS)
-
-    return Then(handle, fill)
+def fill(full_N: Tensor, wires: Tensor) -> None:
+    """Fill a unit from the wires of all shards, uint8 ``[W, B]``."""
+    from_wire(wires, full_N.view(len(wires), -1), BITS)
