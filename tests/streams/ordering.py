@@ -24,8 +24,8 @@ CALLS = {
 WAITS = {"wait"}
 """Methods that do so in the modules below; elsewhere they wait for processes or threads."""
 WAITING = (
-    "zero", "comm/collectives.py", "comm/two_hop.py", "offload", "engine/optimizer_step.py",
-    "engine/build.py", "engine/build_runtime.py",
+    "zero", "comm/collectives.py", "comm/two_hop.py", "comm/hops.py", "offload",
+    "engine/optimizer_step.py", "engine/build.py", "engine/build_runtime.py",
 )  # fmt: skip
 OUTSIDE = ("launch", "watchdog", "deepspeed", "cli", "integrations")
 """Packages without work for a device, or for programs that bring their own streams."""

@@ -1,4 +1,4 @@
-"""Both hops of a reduction are queued on the device, in order, and the host waits for neither."""
+"""Both hops of a collective are queued on the device, in order, and the host waits for neither."""
 
 from __future__ import annotations
 
@@ -12,56 +12,59 @@ from ordering import removed, statements
 from scenarios import cuda, in_child, prepare
 from zeroshard_testing import on_ranks
 
-from zeroshard.comm import two_hop
+from zeroshard.comm import hops
 from zeroshard.comm.collectives import ProcessGroupComm
+from zeroshard.comm.hops import TwoHops
+from zeroshard.comm.nested import NestedComm
 from zeroshard.comm.two_hop import TwoHopComm
 
 
-def open_hops() -> TwoHopComm:
-    """Rank 0 of two replicas of a shard group of two ranks."""
-    hops = []
+def open_hops(kind: type) -> TwoHops:
+    """Rank 0 of two replicas of a shard group of two ranks, or of two nodes of two ranks."""
+    made = []
     for ranks in ([0, 1], [0, 2]):
         hop = ProcessGroupComm(dist.new_group(ranks, backend="fake"), owns_group=True)
         hop.queues_on_device = True  # as NCCL's; torch knows the model as "fake"
-        hops.append(hop)
-    return TwoHopComm(*hops)
+        made.append(hop)
+    return kind(*made)
 
 
-def train(comm: TwoHopComm, shard_numel: int) -> list[float]:
+def train(comm: TwoHops, shard_numel: int) -> list[float]:
     """Reductions and gathers in flight together, with memory that is used again at once."""
     values = []
+    numel = comm.size * shard_numel
     for at in range(3):
         outs_S = [torch.empty(shard_numel, device="cuda") for _ in range(3)]
-        fulls_N = [torch.full((2 * shard_numel,), 1.0 + at, device="cuda") for _ in outs_S]
+        fulls_N = [torch.full((numel,), 1.0 + at, device="cuda") for _ in outs_S]
         handles = [
             comm.reduce_scatter(out_S, full_N, name="r")
             for out_S, full_N in zip(outs_S, fulls_N, strict=True)
         ]
-        gathered_N = torch.empty(2 * shard_numel, device="cuda")
+        gathered_N = torch.empty(numel, device="cuda")
         comm.all_gather(gathered_N, gathered_N[:shard_numel].fill_(1.0), name="g").wait()
         for handle in reversed(handles):
             handle.wait()
             handle.wait()
         del fulls_N, handles
-        again_N = torch.zeros(2 * shard_numel, device="cuda")
+        again_N = torch.zeros(numel, device="cuda")
         buffer = torch.ones(4, device="cuda")
         comm.broadcast(buffer, 0, name="b").wait()
         comm.all_gather_small(buffer, name="n").sum()
         comm.reduce_scatter(torch.empty(shard_numel, device="cuda"), again_N, name="dropped")
-        again_N = again_N.new_ones(2 * shard_numel)
+        again_N = again_N.new_ones(numel)
         values += [float(out_S.sum()) for out_S in outs_S]
     return values
 
 
-def run(shard_numel: int, without=None) -> tuple[list[str], list[float], int]:
+def run(shard_numel: int, without=None, kind=TwoHopComm) -> tuple[list[str], list[float], int]:
     """Findings, values, and host waits between the calls and the reads."""
     prepare()
 
     def child():
         with cuda(4) as watch, without or nullcontext():
-            comm = open_hops()
+            comm = open_hops(kind)
             with watch.phase("hops"):
-                full_N = torch.ones(2 * shard_numel, device="cuda")
+                full_N = torch.ones(comm.size * shard_numel, device="cuda")
                 handle = comm.reduce_scatter(full_N[:shard_numel], full_N, name="warm")
                 handle.wait()
             values = train(comm, shard_numel)
@@ -73,10 +76,13 @@ def run(shard_numel: int, without=None) -> tuple[list[str], list[float], int]:
     return in_child(child)
 
 
-@pytest.mark.parametrize("shard_numel", [8, 5])  # 5: padded on the outer hop
+# 5: padded on the outer hop of replicas
+@pytest.mark.parametrize(
+    ("kind", "shard_numel"), [(TwoHopComm, 8), (TwoHopComm, 5), (NestedComm, 8)]
+)
 @on_ranks(1, group=False)
-def test_the_hops_are_ordered_and_the_host_does_not_wait(shard_numel):
-    found, values, waits = run(shard_numel)
+def test_the_hops_are_ordered_and_the_host_does_not_wait(kind, shard_numel):
+    found, values, waits = run(shard_numel, kind=kind)
     assert not found, "\n".join(found)
     assert waits == 0
     # The model of NCCL multiplies by the number of ranks of each hop.
@@ -84,13 +90,13 @@ def test_the_hops_are_ordered_and_the_host_does_not_wait(shard_numel):
 
 
 NEEDED = [
-    ("_DeviceQueue.add", "inner.wait()"),
-    ("_DeviceQueue.add", "outer.wait()"),
+    ("_DeviceQueue.add", "first.wait()"),
+    ("_DeviceQueue.add", "last.wait()"),
     ("TwoHopComm.broadcast", "handle.wait()"),
     ("_CopyBack.wait", "handle.wait()"),
     ("_Queued.wait", "queue.ops.current_stream().wait_event(self._event)"),
 ]
-HOST = {"_Reduction.send", "_Reduction.wait", "_Later.wait", "TwoHopComm._add_and_gather"}
+HOST = {"_InParts.send", "_InParts.wait", "_Later.wait", "TwoHopComm._add_and_gather"}
 """Waits that only collectives of the host need. On a device, those of one communicator run in order."""
 
 
@@ -102,7 +108,7 @@ def test_without_it_a_mistake_is_found(function, call):
     assert run(5, without=removed(found[0]))[0]
 
 
-class Forgetful(two_hop._Queued):
+class Forgetful(hops._Queued):
     def __init__(self, queue, *args):
         super().__init__(queue, *args)
         queue.unwaited.clear()
@@ -110,11 +116,11 @@ class Forgetful(two_hop._Queued):
 
 @on_ranks(1, group=False)
 def test_a_dropped_handle_keeps_its_buffers():
-    assert run(8, without=mock.patch.object(two_hop, "_Queued", Forgetful))[0]
+    assert run(8, without=mock.patch.object(hops, "_Queued", Forgetful))[0]
 
 
 def in_two_hop():
-    return [s for s in statements() if s.file == "comm/two_hop.py"]
+    return [s for s in statements() if s.file in ("comm/two_hop.py", "comm/hops.py")]
 
 
 def test_every_ordering_statement_of_the_hops_is_in_the_table():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from zeroshard.config.hierarchy import hierarchy_contradictions, quantized_contradictions
 from zeroshard.config.schema import (
     Config,
     OffloadConfig,
@@ -15,6 +16,10 @@ from zeroshard.core.stages import STAGES
 from zeroshard.core.tiers import TIERS
 
 _ZERO = "zero_optimization"
+_OF_NODES = (
+    *(f"{_ZERO}.stage", f"{_ZERO}.hierarchy", f"{_ZERO}.zero_hpz_partition_size"),
+    f"{_ZERO}.offload_param",
+)
 
 
 def contradictions(
@@ -28,6 +33,9 @@ def contradictions(
     yield from _of_precision(config)
     yield from _of_sizes(config, given)
     yield from _of_offload(config.zero_optimization, unknown)
+    if not any(path.startswith(_OF_NODES) for path in unknown):
+        yield from hierarchy_contradictions(config.zero_optimization)
+        yield from quantized_contradictions(config.zero_optimization)
 
 
 def _of_precision(config: Config) -> Iterator[str]:

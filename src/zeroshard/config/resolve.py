@@ -14,6 +14,7 @@ from zeroshard.config.batch import solve_batch
 from zeroshard.config.contradictions import contradictions
 from zeroshard.config.fewer_ranks import RunBatch, keep_batch
 from zeroshard.config.fields import is_auto, show
+from zeroshard.config.hierarchy import with_nodes
 from zeroshard.config.keys import UNCHECKED, is_argument, is_misspelt
 from zeroshard.config.loaded import BATCH, Hardware, LoadedConfig, leaves
 from zeroshard.config.mesh_keys import mesh_from_config
@@ -220,7 +221,8 @@ def _resolve_mesh(
         return None  # its error is recorded
     try:
         ours = mesh_from_config(config)
-        return resolve_mesh([*([ours] if ours is not None else []), *sources], world_size)
+        resolved = resolve_mesh([*([ours] if ours is not None else []), *sources], world_size)
+        return with_nodes(resolved, config.zero_optimization)
     except ConfigError as error:
         found.errors.extend(str(error).split("\n"))
         return None
@@ -229,6 +231,7 @@ def _resolve_mesh(
 _SIZES_OF_MESH = (
     *("parallel", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
     *("sequence_parallel_size", "data_parallel_size", "expert_parallel"),
+    *("zero_optimization.hierarchy", "zero_optimization.zero_hpz_partition_size"),
 )
 
 

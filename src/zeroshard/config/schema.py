@@ -244,16 +244,27 @@ class ZeroConfig(Section):
         False, "Extra checks. In ZeroShard they are always on.", done=True
     )
     cpu_offload_use_pin_memory: Flag | None = accept(None, "Has no effect in DeepSpeed either.")
-    zero_hpz_partition_size: Count = later(
+    zero_hpz_partition_size: Count = honour(
         1,
-        "A second set of shards inside each node (ZeRO++).",
-        why="without it, parameters are gathered over all ranks of a copy",
+        "Number of ranks of a node, each of which keeps a second shard of the parameters (hpZ of "
+        "ZeRO++). Parameters are gathered over all ranks once per step, and then inside the node. The "
+        "same as hierarchy.inner with hierarchy.shard_over hybrid. Stage 3. 1: off.",
     )
-    zero_quantized_weights: Flag = later(False, "Quantized all-gather (ZeRO++).")
-    zero_quantized_nontrainable_weights: Flag = later(
-        False, "Quantized all-gather of frozen weights (ZeRO++)."
+    hierarchy: side.HierarchyConfig = honour(
+        side.HierarchyConfig, "Nodes, and which ranks share a state. Key of ZeroShard."
     )
-    zero_quantized_gradients: Flag = later(False, "Quantized gradient reduction (ZeRO++).")
+    zero_quantized_weights: Flag = honour(
+        False,
+        "Parameters are gathered in 8 bits (qwZ of ZeRO++). Changes the results. Stage 3.",
+    )
+    zero_quantized_nontrainable_weights: Flag = honour(
+        False,
+        "Parameters that are not trained are gathered in 8 bits. Changes the results. Stage 3.",
+    )
+    zero_quantized_gradients: Flag = honour(
+        False,
+        "Gradients are added from 4 bits (qgZ of ZeRO++). Changes the results. Stage 3.",
+    )
 
 
 class Config(Section):

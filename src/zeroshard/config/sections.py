@@ -320,6 +320,22 @@ class ParallelConfig(Section):
     )
 
 
+class HierarchyConfig(Section):
+    """The nodes of a shard group: see :mod:`zeroshard.config.hierarchy`."""
+
+    inner: Count = honour(
+        1,
+        "Number of neighbouring ranks with a fast link among them, as those of a host. From 2 on, units "
+        "are gathered and reduced in two hops: inside such a node, and between nodes. 1: one hop.",
+    )
+    shard_over: Annotated[Literal["all", "hybrid", "inner"], Lower] = honour(
+        "all",
+        "Which ranks share a state. all: all ranks share every state that the stage shards. hybrid: the "
+        "ranks of a node share the parameters, at stage 3; all ranks share the other states. inner: the "
+        "ranks of a node share every state, as with parallel.data_replicate.",
+    )
+
+
 class TensorParallelDetails(Section):
     tp_size: Natural = _size_of("tensor", "Another name of parallel.tensor. 0 and 1: not given.")
     tp_grain_size: Count = not_yet(1, "Layers are split at multiples of this number.")

@@ -34,6 +34,9 @@ has one."""
 class Mesh:
     """The size of each dimension. The product is the number of ranks.
 
+    ``node``: runs of so many neighbours of a shard group have a fast link among them, and collectives
+    of units take one hop inside such a node and one hop between nodes; 1: one hop over all.
+
     >>> mesh = Mesh(pipeline=2, data_shard=2, tensor=2)
     >>> mesh.world_size, mesh.dp_size, mesh.text
     (8, 2, 'pipeline 2 x data_shard 2 x tensor 2')
@@ -46,6 +49,7 @@ class Mesh:
     data_shard: int = 1
     sequence: int = 1
     tensor: int = 1
+    node: int = 1
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -69,8 +73,8 @@ class Mesh:
 
     @property
     def is_flat(self) -> bool:
-        """Whether all ranks are one shard group."""
-        return self.data_shard == self.world_size
+        """Whether all ranks are one shard group, with one hop between any two of them."""
+        return self.data_shard == self.world_size and self.node == 1
 
     @property
     def text(self) -> str:
@@ -107,6 +111,22 @@ class Mesh:
         """All groups along ``dims``, in the order of their first ranks. Each rank is in one."""
         found = {self.group(rank, dims): None for rank in range(self.world_size)}
         return list(found)
+
+    def node_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the node of ``rank`` inside its shard group, in order.
+
+        >>> mesh = Mesh(data_shard=4, node=2)
+        >>> mesh.node_group(3), mesh.across_nodes(3)
+        ((2, 3), (1, 3))
+        """
+        ranks = self.group(rank, SHARDS)
+        first = ranks.index(rank) // self.node * self.node
+        return ranks[first : first + self.node]
+
+    def across_nodes(self, rank: int) -> tuple[int, ...]:
+        """The ranks at the place of ``rank`` in all nodes of its shard group, in order."""
+        ranks = self.group(rank, SHARDS)
+        return ranks[ranks.index(rank) % self.node :: self.node]
 
     def tensor_runs(self, size: int) -> list[tuple[int, ...]]:
         """The tensor groups, divided into runs of ``size`` neighbours. ``size`` divides the tensor size.

@@ -32,11 +32,16 @@ WRITES_IN_FLIGHT = 2
 class ShardStore(Protocol):
     """Where a unit's shard is stored. ``shard_S`` is the shard, ``tier`` the tier of its store.
 
-    ``part_S`` is this rank's part of the full unit, on the device.
+    ``part_S`` is this rank's part of the full unit, on the device. ``memories``: flat tensors of all
+    that is stored between uses of the unit, of which ``shard_S`` is all or a part.
     """
 
     shard_S: Tensor
     tier: Tier
+
+    @property
+    def memories(self) -> tuple[Tensor, ...]:
+        """The memory of the store."""
 
     # For updates and checkpoints, which use the shard where it is stored.
 
@@ -85,6 +90,11 @@ class MemoryShardStore:
     def __init__(self, shard_S: Tensor, tier: Tier = Tier.DEVICE) -> None:
         self.shard_S = shard_S
         self.tier = tier
+
+    @property
+    def memories(self) -> tuple[Tensor, ...]:
+        """See :class:`ShardStore`."""
+        return (self.shard_S,)
 
     def prefetch(self) -> None:
         """See :class:`ShardStore`."""
@@ -265,6 +275,11 @@ class DiskShardStore:
         self._here = True  # shard_S has memory
         self._print: int | None = None  # fingerprint of this rank's part when the unit became full
         self._report()
+
+    @property
+    def memories(self) -> tuple[Tensor, ...]:
+        """See :class:`ShardStore`. It is in the file most of the time."""
+        return (self.shard_S,)
 
     def prefetch(self) -> None:
         """See :class:`ShardStore`. If the shard's write has not ended, its memory is only kept."""

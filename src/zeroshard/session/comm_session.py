@@ -20,6 +20,7 @@ from zeroshard.comm.agreement import ControlGroup
 from zeroshard.comm.collectives import Comm, first_line
 from zeroshard.comm.host import shut_down
 from zeroshard.comm.layer_calls import LayerCalls, forget_layers, watch_layers
+from zeroshard.comm.nested import NestedComm
 from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.errors import (
@@ -51,8 +52,8 @@ class CommSession:
 
     ``gathers`` and ``reductions`` are two objects on NCCL if both run at the same time, since the
     collectives of one NCCL communicator run one after the other. Else they are one object. They share one
-    recorder: there is one order of calls. Their ranks are a shard group; if it has replicas, they have
-    two hops, and the second hop has a recorder of its own. ``world``
+    recorder: there is one order of calls. Their ranks are a shard group; if it has replicas or nodes,
+    they have two hops, and the second hop has a recorder of its own. ``world``
     connects all ranks; without a mesh it is ``gathers``. Else it has a recorder of its own, because the
     groups of a mesh may call different collectives. ``ties``: for each set of pipeline ranks that hold
     a tied weight and of which this rank's is one, the ranks that hold the same part of it.
@@ -75,13 +76,17 @@ class CommSession:
     layers: Recorder | None = None  # of the collectives of layers, in the program's tensor groups
 
     def place(self, kind: GroupKind, comms: Sequence[Comm]) -> None:
-        """Use ``comms`` for this rank's group of one kind: "holders", then "replicas"."""
+        """Use ``comms`` for this rank's group of one kind: first "holders" or "node"."""
         if kind.tie:
             self.ties[kind.tie] = comms[0]
         elif kind.holds_copies:
             self.copies.append(comms[0])
-        elif kind.name == "holders":
+        elif kind.name in ("holders", "node"):
             self.gathers, self.reductions = comms[0], comms[-1]
+        elif kind.name == "nodes":
+            hops = ((self.gathers, comms[0]), (self.reductions, comms[-1]))
+            nested = {pair: NestedComm(*pair) for pair in hops}
+            self.gathers, self.reductions = (nested[pair] for pair in hops)
         else:
             inner = (self.gathers, self.reductions)
             made = {comm: TwoHopComm(comm, comms[0]) for comm in inner}

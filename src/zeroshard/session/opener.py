@@ -65,6 +65,11 @@ class GroupKind:
     tie: tuple[int, ...] = ()
     holds_copies: bool = False
 
+    @property
+    def carries_units(self) -> bool:
+        """Whether units are gathered and reduced in these groups, both at the same time on NCCL."""
+        return self.name in ("holders", "node", "nodes")
+
 
 def groups_of(
     mesh: Mesh, ties: Sequence[tuple[int, ...]], head_copies: Sequence[int]
@@ -73,7 +78,11 @@ def groups_of(
 
     ``head_copies``: how many neighbours in a tensor group share key/value heads, each number once.
     """
-    if not mesh.is_flat:
+    if mesh.node > 1:
+        ranks = range(mesh.world_size)
+        yield GroupKind("node", list(dict.fromkeys(map(mesh.node_group, ranks))))
+        yield GroupKind("nodes", list(dict.fromkeys(map(mesh.across_nodes, ranks))))
+    elif not mesh.is_flat:
         yield GroupKind("holders", mesh.groups(SHARDS))
     if mesh.data_replicate > 1:
         yield GroupKind("replicas", mesh.groups({"data_replicate"}))

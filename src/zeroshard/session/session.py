@@ -231,7 +231,7 @@ def _unwatched(
             continue
         session.groups.append(own)
         recorder = Recorder(f"{kind.name} {rank_ranges(dist.get_process_group_ranks(own))}")
-        session.place(kind, opened(own, recorder, purposes if kind.name == "holders" else ()))
+        session.place(kind, opened(own, recorder, purposes if kind.carries_units else ()))
     if mesh.pipeline > 1:
         session.pipeline = PipelineLinks.open(mesh, dist.get_rank(), None)
         session.groups.append(session.pipeline.group)
@@ -257,7 +257,7 @@ def _open(
         opened = opener.open(recorder, group, purposes if mesh.is_flat else ("world",))
         session = CommSession(opened[0], opened[-1], opened[0], session_watch=session_watch)
         for kind in kinds:
-            wanted = purposes if kind.name == "holders" else ("exchange",)
+            wanted = purposes if kind.carries_units else ("exchange",)
             if found := opener.open_group(kind, wanted):
                 session.place(kind, found)
         session.layers = opener.open_layers(mesh)

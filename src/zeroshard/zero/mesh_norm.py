@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.flight_recorder import rank_ranges
-from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
+from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.device.choice import on_host, ops_of, read
 from zeroshard.device.ops import Event
 from zeroshard.errors import RankDivergence, UsageError
@@ -71,8 +71,8 @@ class MeshExchange:
     Copies are the gradients of parameters that every rank of a tensor group holds. The ranks compute them
     from the same numbers, so the sums must agree. They do not if the ranks train on different samples.
 
-    ``holders`` reduces gradients. It has one hop; with replicas it has two: over the shard group, and
-    over the ranks with the same shard. The ranks of a hop compare its history. ``tied``: units with other
+    ``holders`` reduces gradients. It has one hop; with replicas or nodes it has two. The ranks of a hop
+    compare its history. ``tied``: units with other
     holders.
 
     ``copied``: by position in the model, the names of parameters that the tensor dimension does not cut.
@@ -114,8 +114,7 @@ class MeshExchange:
         self._counts = at["data_replicate"] == 0
         hops: Sequence[Comm] = getattr(holders, "hops", (holders,))
         self._hops: list[tuple[Comm, Tensor] | None] = [
-            (hop, torch.tensor(mesh.group(rank, dims), device=device))
-            for hop, dims in zip(hops, (SHARDS, {"data_replicate"}), strict=False)
+            (hop, torch.tensor(getattr(hop, "ranks", (rank,)), device=device)) for hop in hops
         ]
         self._hops += tied.hops
         # on an accelerator: the sums of the step before on the host, and the event of their copy
