@@ -640,13 +640,6 @@ MUTATIONS = [
         "tests/parity/test_early_update.py::test_what_a_program_does_between_backward_and_step",
     ),
     Mutation(
-        "early-update-seen-by-checkpoints",
-        "zero/optimizer.py",
-        "        if self.early is not None:\n            self.early.withdraw()\n        if self._worker",
-        "        if self._worker",
-        "tests/parity/test_early_update.py::test_a_checkpoint_between_backward_and_step_has_the_state_before_it",
-    ),
-    Mutation(
         "early-update-survives-a-new-way-to-update",
         "zero/turns.py",
         "            self._early.withdraw()  # the new updaters do not know them",

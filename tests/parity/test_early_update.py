@@ -105,6 +105,8 @@ def steps(run: Run, *sizes: float, between=None, at: int = 2) -> None:
     for number, size in enumerate(sizes):
         run.engine.backward(run.loss(number, size))
         if number == at and between is not None:
+            if run.early is not None:
+                run.engine.runtime.optimizer._worker.wait()  # so that the new values are there
             between(run)
         run.engine.step()
         run.keep(torch.tensor(float(run.engine.get_global_grad_norm() or 0.0)))

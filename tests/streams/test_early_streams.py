@@ -155,12 +155,6 @@ def test_after_each_refused_step_in_a_row_more_steps_wait_for_the_norm():
         def result(self):
             return None
 
-    class Worker:
-        threads = 1
-
-        def start(self, task):
-            return Ended()
-
     class Streams:
         def d2h(self, source, target):
             return None
@@ -172,7 +166,9 @@ def test_after_each_refused_step_in_a_row_more_steps_wait_for_the_norm():
     class Chunk:
         gradient = (None, None)
 
-    early = EarlyUpdates(Worker(), (), Streams(), torch.zeros(1, dtype=torch.float64))
+    early = EarlyUpdates(
+        lambda _task: Ended(), 1, (), Streams(), torch.zeros(1, dtype=torch.float64)
+    )
     early.guess = lambda: torch.ones(())
     chunks, began = [Chunk(), Chunk()], []
     for at in range(100):

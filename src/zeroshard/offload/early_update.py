@@ -31,7 +31,6 @@ from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
     from zeroshard.device.copy_streams import CopyHandle, CopyStreams
-    from zeroshard.offload.async_update import AsyncUpdateWorker
     from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer
     from zeroshard.optim.fused_update import FusedUpdate
 
@@ -151,13 +150,15 @@ class EarlyUpdate:
 class EarlyUpdates:
     """The early updates of one engine. See [Note: early updates].
 
+    ``start``: runs a task on the worker thread, after all earlier ones; an update may use ``threads``.
     ``units``: names of those that may be updated early. ``factor_1``: float64 in host memory. ``guess``:
     returns the factor of the running step without clipping, 0-dim on the device; set by the engine.
     """
 
     def __init__(
         self,
-        worker: AsyncUpdateWorker,
+        start: Callable[[Callable[[], None]], Future[None]],
+        threads: int,
         units: Collection[str],
         streams: CopyStreams,
         factor_1: Tensor,
@@ -165,7 +166,7 @@ class EarlyUpdates:
         self.units = units
         self.guess: Callable[[], Tensor] | None = None
         self.begun = 0  # early updates since the engine was built
-        self._worker = worker
+        self._start, self._threads = start, threads
         self._streams = streams
         self._factor_1 = factor_1
         self._kept: dict[HostChunk, list[Tensor]] = {}
@@ -185,8 +186,7 @@ class EarlyUpdates:
             return
         early = EarlyUpdate(fused, self._memory(host_chunk, fused), guess)
         grad_C, arrival = host_chunk.gradient
-        threads = self._worker.threads
-        early.future = self._worker.start(lambda: early.run(grad_C, arrival, threads))
+        early.future = self._start(lambda: early.run(grad_C, arrival, self._threads))
         guess.readers.append(early.future)
         self._open[host_chunk] = early
         self.begun += 1

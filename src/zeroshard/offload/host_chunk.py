@@ -211,7 +211,7 @@ class HostGradStore:
 
     ``parts``: slices of the gradient and their chunks, ``numel`` elements in total. ``before()`` is
     called before the chunks' gradient buffers are overwritten, ``after()`` when a complete gradient is on
-    its way, and ``stale()`` when that is replaced, taken out or dropped.
+    its way, and ``stale()`` when that is taken out or dropped, which comes before another one.
     """
 
     every_backward = False
@@ -233,7 +233,6 @@ class HostGradStore:
     def write(self, values_R: Tensor) -> None:
         """See :class:`~zeroshard.offload.grad_store.GradStore`."""
         self._before()
-        self._stale()
         self._like = values_R.new_empty(0)
         for part, host_chunk in self._parts:
             host_chunk.send_gradient(values_R[part])

@@ -175,7 +175,9 @@ class Stores:
         )
         if host is not None and worker is not None:
             factor_1 = host.allocate(1, torch.float64)
-            worker.early = EarlyUpdates(worker, self._offload_plan.early, host.streams, factor_1)
+            worker.early = EarlyUpdates(
+                worker.start, worker.threads, self._offload_plan.early, host.streams, factor_1
+            )
 
     def _host_nbytes(self) -> dict[str, int]:
         """Bytes of pinned memory for the update in host memory, by category of the ledger."""
