@@ -90,7 +90,8 @@ check: lint
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest -m smoke \
 		$$(grep -rl --include='test_*.py' 'pytest\.mark\.smoke' tests) $(ARGS)
 
-PYTEST := $(BIN)/python -m pytest --dist loadfile
+# Files run in the order of tests/conftest.py, not those with most tests first.
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 WITHIN := timeout --kill-after=30
 
 # With ARGS only these tests run, and their CPU time is not limited.
