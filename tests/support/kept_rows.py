@@ -322,6 +322,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "unit/test_triton_update.py": {
         "test_a_mistake_in_the_kernel_is_found": 3,
+        "test_it_has_the_bits_of_the_cpus_update": 4,
     },
     "zoo/test_zoo.py": {
         "test_one_rank_is_plain_pytorch_bit_for_bit": 54,
