@@ -3,7 +3,8 @@
 A child of the fork server of the test kit takes over command, environment, working directory and outputs.
 It saves the 2 to 4 s for which a new interpreter imports torch. Everything that the program starts is a
 new process. With ``warm_ranks`` the Python programs among them are copies of the process that starts
-them, and have imported torch too: for launchers, whose ranks would import it again.
+them, and have imported torch too: for launchers, whose ranks would import it again. ``imports`` names
+modules that the process imports before its program, so that such ranks do not import each of them alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import logging
 import os
 import random
@@ -45,13 +47,14 @@ class WarmPython:
         cwd: Path,
         env: Mapping[str, str],
         warm_ranks: bool = False,
+        imports: Sequence[str] = (),
     ) -> None:
         pool().warm()
         start = get_context("forkserver")
         pipes = [start.Pipe(duplex=False) for _ in range(2)]
         theirs = [write for _, write in pipes]
         self.args = [*command]
-        given = (self.args, str(cwd), dict(env), *theirs, warm_ranks)
+        given = (self.args, str(cwd), dict(env), *theirs, warm_ranks, imports)
         self._process = start.Process(target=_become, args=given)
         self._process.start()
         self.pid = self._process.pid
@@ -110,10 +113,11 @@ def run(
     env: Mapping[str, str],
     timeout: float,
     warm_ranks: bool = False,
+    imports: Sequence[str] = (),
     **_: Any,
 ) -> subprocess.CompletedProcess[str]:
     """``subprocess.run(command, capture_output=True, text=True, check=False, ...)``."""
-    started = WarmPython(command, cwd=cwd, env=env, warm_ranks=warm_ranks)
+    started = WarmPython(command, cwd=cwd, env=env, warm_ranks=warm_ranks, imports=imports)
     with contextlib.closing(started) as process:
         out, err = process.communicate(timeout)
         return subprocess.CompletedProcess(process.args, process.returncode or 0, out, err)
@@ -134,6 +138,7 @@ def _become(
     out: Connection,
     err: Connection,
     warm_ranks: bool,
+    imports: Sequence[str],
 ) -> None:
     for fd, ours in enumerate((out, err), start=1):
         os.dup2(ours.fileno(), fd)
@@ -142,16 +147,18 @@ def _become(
     _forget_exit_handlers()
     if warm_ranks:
         _start_programs_as_copies()
-    _run_to_the_end(command[1:] if command[0] == sys.executable else command, env)
+    _run_to_the_end(command[1:] if command[0] == sys.executable else command, env, imports)
 
 
-def _run_to_the_end(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+def _run_to_the_end(
+    words: Sequence[str], env: Mapping[str, str], imports: Sequence[str] = ()
+) -> NoReturn:
     """Run the program, and end this process as an interpreter ends."""
     code = 1
     alive: Any = None  # until after the exit handlers: the variables of the program
     try:
         try:
-            alive = _run_program(words, env)
+            alive = _run_program(words, env, imports)
             code = 0
         except SystemExit as end:
             alive = end
@@ -171,7 +178,9 @@ def _run_to_the_end(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         os._exit(code if alive is not None else 1)
 
 
-def _run_program(words: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+def _run_program(
+    words: Sequence[str], env: Mapping[str, str], imports: Sequence[str]
+) -> dict[str, Any]:
     """Run the program in this process, and return its variables."""
     set_start_method(None, force=True)
     os.environ.clear()
@@ -185,6 +194,8 @@ def _run_program(words: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]
     named = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     here = os.getcwd() if how in ("-m", "-c") else str(Path(sys.argv[0]).parent)
     sys.path[:] = [here, *named, *installed]
+    for name in imports:
+        importlib.import_module(name)
     if how == "-c":
         variables = {"__name__": "__main__"}
         exec(compile(sys.argv.pop(1), "<string>", "exec"), variables)

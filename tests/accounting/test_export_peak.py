@@ -31,7 +31,7 @@ def fresh_ranks():
 @pytest.mark.parametrize("dtype", sampled(["bfloat16", None], every=2))
 @on_ranks(1)
 def test_a_checkpoint_is_exported_in_pieces(dtype, tmp_path):
-    embedding = torch.ones(100_000, 1024)
+    embedding = torch.ones(60_000, 1024)
     for name, values in (("big", embedding), ("small", torch.ones(5))):
         write_checkpoint(tmp_path / name, {"embedding": values}, block_nbytes=4 << 20)
     del embedding, values
@@ -41,7 +41,7 @@ def test_a_checkpoint_is_exported_in_pieces(dtype, tmp_path):
         export_checkpoint(saved, tmp_path / "warm", dtype=dtype)
     with CheckpointReader(tmp_path / "big" / "global_step10") as saved, Peak() as peak:
         export_checkpoint(saved, tmp_path / "out", dtype=dtype)
-    assert peak.nbytes < SLACK_NBYTES < 400_000_000
+    assert peak.nbytes < SLACK_NBYTES < 240_000_000
     assert peak.nbytes > 1 << 20  # otherwise the measurement is wrong
 
 

@@ -55,13 +55,18 @@ def observe(mistake: str, case: plan_check.Case, folder: str, path: str) -> None
         plan_check._observe(case, folder, path, lockstep=False)
 
 
+@pytest.fixture(scope="module")
+def plan() -> Any:
+    return plan_check.planned(CASE)
+
+
 @pytest.mark.parametrize(
     ("mistake", "phases"), [("activations", {"backward"}), ("masters", {"forward", "step"})]
 )
-def test_memory_that_a_run_keeps_by_mistake_is_above_the_plan(mistake, phases, tmp_path):
+def test_memory_that_a_run_keeps_by_mistake_is_above_the_plan(mistake, phases, plan, tmp_path):
     run_ranks(observe, 2, mistake, CASE, str(tmp_path), str(tmp_path / "found"))
     real = pickle.loads((tmp_path / "found.0").read_bytes())  # our own file
-    off = plan_check.offs(real, plan_check.planned(CASE))
+    off = plan_check.offs(real, plan)
     assert {phase for phase, part in off.items() if part < -plan_check.TOLERANCE} >= phases, off
 
 

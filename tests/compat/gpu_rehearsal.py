@@ -22,7 +22,7 @@ def script(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the script without a visible GPU."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(FOLDER / "run.py"), *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    return warm_python.run(command, cwd=ROOT, env=env, timeout=150)
 
 
 @pytest.fixture

@@ -49,15 +49,22 @@ ENVIRON = {
 
 
 def launched(
-    *command: str, cwd: Path, limit_s: float = 150, warm_ranks: bool = True, **environ: str
+    *command: str,
+    cwd: Path,
+    limit_s: float = 150,
+    warm_ranks: bool = True,
+    imports: Sequence[str] = (),
+    **environ: str,
 ) -> str:
     """The output of the program. The folder of ``deepspeed`` is first on its PYTHONPATH.
 
     The launcher itself has imported torch already. The ranks that it starts are copies of it, or with
-    ``warm_ranks=False`` new interpreters.
+    ``warm_ranks=False`` new interpreters. ``imports``: what the launcher imports for all of them.
     """
     variables = {**os.environ, **ENVIRON, "PYTHONPATH": str(COMPAT), **environ}
-    done = warm_python.run(command, cwd=cwd, env=variables, timeout=limit_s, warm_ranks=warm_ranks)
+    done = warm_python.run(
+        command, cwd=cwd, env=variables, timeout=limit_s, warm_ranks=warm_ranks, imports=imports
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-9000:]
     return done.stdout
 

@@ -79,10 +79,20 @@ def test_the_launcher_s_flag(program):
     expect_two_ranks(done, "0 1")  # initialize() sets args.local_rank from the environment
 
 
-def test_a_shell_that_evaluates_what_the_command_prints(program):
+ASKS = """
+import os, deepspeed
+print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {deepspeed.__version__}")
+"""
+
+
+def test_a_shell_that_evaluates_what_the_command_prints(tmp_path):
+    """New interpreters all the way. What the ranks import can train, as with the launcher's flag."""
+    (tmp_path / "asks.py").write_text(ASKS)
     compat = f'eval "$({sys.executable} -m zeroshard.cli.main compat)"'
-    done = run("bash", "-c", f"{compat}; deepspeed --num_gpus 2 {program}", cwd=program.parent)
-    expect_two_ranks(done, "0 1")
+    done = run("bash", "-c", f"{compat}; deepspeed --num_gpus 2 asks.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    for rank in range(2):
+        assert f"rank {rank} of 2 {api_table.VERSION}" in done.stdout
 
 
 def test_the_directory_alone(tmp_path):
@@ -99,12 +109,14 @@ def test_the_report(tmp_path):
 
 
 def test_modules_that_are_commands_can_be_run(tmp_path):
-    done = run(sys.executable, "-m", "deepspeed.env_report", cwd=tmp_path, path=str(DIRECTORY))
+    done = run(
+        sys.executable, "-m", "deepspeed.env_report", cwd=tmp_path, path=str(DIRECTORY), warm=True
+    )
     assert f"deepspeed {api_table.VERSION}: ZeroShard" in done.stdout, done.stderr
     words = ("-m", "deepspeed.utils.zero_to_fp32", "no-such-directory", "out")
-    done = run(sys.executable, *words, cwd=tmp_path, path=str(DIRECTORY))
+    done = run(sys.executable, *words, cwd=tmp_path, path=str(DIRECTORY), warm=True)
     assert done.returncode == 2 and "no-such-directory" in done.stderr
-    done = run(sys.executable, "-m", "deepspeed.zero", cwd=tmp_path, path=str(DIRECTORY))
+    done = run(sys.executable, "-m", "deepspeed.zero", cwd=tmp_path, path=str(DIRECTORY), warm=True)
     assert done.returncode == 1 and "the module is deepspeed.runtime.zero" in done.stderr
 
 
@@ -117,7 +129,7 @@ zeroshard.compat.install()
 import importlib.metadata, deepspeed
 print(deepspeed.__version__, importlib.metadata.version("deepspeed"), sys.path.count(sys.path[0]))
 """
-    done = run(sys.executable, "-c", code, cwd=tmp_path)
+    done = run(sys.executable, "-c", code, cwd=tmp_path, warm=True)
     assert done.stdout.split() == [api_table.VERSION, api_table.VERSION, "1"], done.stderr
 
 
@@ -146,19 +158,21 @@ print(deepspeed.__version__, importlib.metadata.version("deepspeed"))
 def test_an_installed_deepspeed_is_hidden_in_both_ways_of_asking(installed):
     done = run(sys.executable, "-c", ASK, cwd=installed.parent, path=f"{DIRECTORY}:{installed}")
     assert done.stdout.split() == [api_table.VERSION] * 2
-    done = run(sys.executable, "-c", ASK, cwd=installed.parent, path=f"{installed}:{DIRECTORY}")
+    done = run(
+        sys.executable, "-c", ASK, cwd=installed.parent, path=f"{installed}:{DIRECTORY}", warm=True
+    )
     assert done.stdout.split() == ["9.9", "9.9"]
 
 
 def test_install_hides_it_too(installed):
     code = "import zeroshard.compat; zeroshard.compat.install()\n" + ASK
-    done = run(sys.executable, "-c", code, cwd=installed.parent, path=str(installed))
+    done = run(sys.executable, "-c", code, cwd=installed.parent, path=str(installed), warm=True)
     assert done.stdout.split() == [api_table.VERSION] * 2
 
 
 def test_install_after_the_other_one_was_imported_is_an_error(installed):
     code = "import deepspeed, zeroshard.compat; zeroshard.compat.install()"
-    done = run(sys.executable, "-c", code, cwd=installed.parent, path=str(installed))
+    done = run(sys.executable, "-c", code, cwd=installed.parent, path=str(installed), warm=True)
     assert done.returncode == 1
     assert f"another deepspeed was imported already, from {installed}" in done.stderr
 
@@ -269,5 +283,5 @@ assert compare_versions("deepspeed", ">=", "0.18.2")
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 print(HfDeepSpeedConfig({"zero_optimization": {"stage": 3}}).is_zero3())
 """
-    done = run(sys.executable, "-c", code, cwd=tmp_path, path=str(DIRECTORY))
+    done = run(sys.executable, "-c", code, cwd=tmp_path, path=str(DIRECTORY), warm=True)
     assert done.stdout.strip().endswith("True"), done.stderr

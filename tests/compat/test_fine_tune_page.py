@@ -7,20 +7,24 @@ import re
 from pathlib import Path
 
 import pytest
-from programs import ROOT, launched, torchrun
+from by_name import no_deepspeed_on_ranks  # noqa: F401
+from programs import ROOT, launched, on_warm_ranks, torchrun
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 PAGE = (ROOT / "docs" / "fine-tune.md").read_text()
+pytestmark = pytest.mark.usefixtures("no_deepspeed_on_ranks")
 PROGRAMS = {
     name: code for code, name in re.findall(r"```python\n(# (\S+)\n.*?)```", PAGE, re.DOTALL)
 }
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A tiny model, a text of 40 samples and the files of the page."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model, a text of 40 samples and the files of the page, where the programs run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     transformers.utils.logging.disable_progress_bar()  # its thread would stay
     tokenizer = transformers.ByT5Tokenizer()
     shape = transformers.LlamaConfig(
@@ -38,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, name: str) -> str:
-    return launched(*torchrun(2), str(folder / name), "base", "text.txt", cwd=folder, PYTHONPATH="")
+    return on_warm_ranks(2, folder / name, "base", "text.txt")
 
 
 def assert_loads(folder: Path) -> None:
@@ -69,7 +73,16 @@ def test_the_plain_loop_goes_on_where_it_was(folder):
     file.write_text(program.replace("% 100 == 0", "% 2 == 0").replace(
         'engine.save_checkpoint("runs/plain")\nengine.save_pretrained', "engine.save_pretrained"
     ))  # fmt: skip
-    steps = re.findall(r"^step (\d+) loss", run(folder, "plain.py"), re.MULTILINE)
+    said = launched(
+        *torchrun(2),
+        str(file),
+        "base",
+        "text.txt",
+        cwd=folder,
+        imports=["transformers"],
+        PYTHONPATH="",
+    )
+    steps = re.findall(r"^step (\d+) loss", said, re.MULTILINE)
     assert steps == ["1", "2", "3", "4", "5"]
     file.write_text(program)
     said = run(folder, "plain.py")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -15,7 +17,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def test_a_smoke_run_measures_every_line(tmp_path):
     out = tmp_path / "cost.json"
     command = [sys.executable, str(BENCHMARKS / "host_cost.py"), "--smoke", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = warm_python.run(command, cwd=tmp_path, env=os.environ, timeout=100)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(out.read_text())
     assert set(result["ratios"]) == {

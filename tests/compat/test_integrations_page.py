@@ -55,7 +55,7 @@ def test_the_trainer_and_lora(tmp_path):
 def test_the_strategy_of_lightning(tmp_path):
     skip_without("lightning")
     file = program("Lightning", tmp_path)
-    launched(*torchrun(2), str(file), cwd=tmp_path, PYTHONPATH="")
+    launched(*torchrun(2), str(file), cwd=tmp_path, imports=["lightning"], PYTHONPATH="")
     assert (tmp_path / "fit.ckpt").is_dir()
 
 

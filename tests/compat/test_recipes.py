@@ -61,6 +61,8 @@ def lacks(auto_class: str, folder: str) -> tuple[list[str], bool]:
     return sorted(report["missing_keys"]), tied
 
 
+IMPORTS = ("transformers.trainer", "accelerate")
+"""What the launcher imports for its ranks, with ``deepspeed`` on its path as they have it."""
 ROUNDED = 2e-2  # what fp16 and bf16 may change in a loss, of 1
 ON_CPU = ("--use_cpu", "true", "--ddp_backend", "gloo")  # the Trainer without DeepSpeed
 
@@ -160,8 +162,8 @@ def mrpc(tmp_path_factory: pytest.TempPathFactory) -> Path:
     launched(
         *accelerate_launch(MRPC / "zero2.yaml", "--mixed_precision", "no"),
         *(str(MRPC / "train.py"), *MRPC_OPTIONS, str(folder)),
-        cwd=folder,
-    )
+        cwd=folder, imports=IMPORTS,
+    )  # fmt: skip
     return folder
 
 
@@ -225,8 +227,8 @@ def test_chatbot_has_the_losses_and_norms_of_ddp(tmp_path: Path) -> None:
     text = launched(  # from the root of the repository: the YAML names the JSON from there
         *accelerate_launch(CHATBOT / "deepspeed.yaml"),
         *(str(CHATBOT / "train.py"), *CHATBOT_OPTIONS),
-        cwd=ROOT,
-    )
+        cwd=ROOT, imports=IMPORTS,
+    )  # fmt: skip
     assert_losses(printed(text), printed(ddp))
     assert_losses(printed(text, "norm"), printed(ddp, "norm"), relative=1e-5)
 
@@ -260,8 +262,8 @@ def test_gpt2_offloaded_has_the_losses_norms_and_text_of_ddp(
         *accelerate_launch(GPT2 / "zero3_offload.yaml", "--mixed_precision", "no"),
         *(str(GPT2 / "train.py"), *GPT2_OPTIONS, "--model", tiny_gpt2),
         *("--output", str(tmp_path)),
-        cwd=tmp_path,
-    )
+        cwd=tmp_path, imports=IMPORTS,
+    )  # fmt: skip
     assert_losses(printed(text), printed(ddp_gpt2))
     assert_losses(printed(text, "norm"), printed(ddp_gpt2, "norm"), relative=1e-5)
     assert repr_of_text(text) == repr_of_text(ddp_gpt2)
@@ -317,8 +319,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, tiny_llama: tuple[str, str
     launched(
         *(*torchrun(2), str(TRAINER / "train.py"), *TRAINER_OPTIONS, str(folder)),
         *(*tiny_llama, "--deepspeed", str(TRAINER / "ds_zero3.json")),
-        cwd=folder,
-    )
+        cwd=folder, imports=IMPORTS,
+    )  # fmt: skip
     return folder
 
 
@@ -397,7 +399,7 @@ def test_llava_has_the_losses_and_adapters_of_ddp(
     config = LLAVA / f"ds_zero{stage}.json"
     options = (*LLAVA_OPTIONS, str(tmp_path), *tiny_llava, "--deepspeed", str(config))
     if stage == 3:
-        launched(*torchrun(2), str(LLAVA / "train.py"), *options, cwd=tmp_path)
+        launched(*torchrun(2), str(LLAVA / "train.py"), *options, cwd=tmp_path, imports=IMPORTS)
     else:
         on_warm_ranks(2, LLAVA / "train.py", *options)
     assert_losses(trainer_losses(tmp_path), trainer_losses(ddp_llava))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from support.covering import sampled
 
 ROOT = Path(__file__).parents[2]
@@ -32,11 +32,17 @@ pytestmark = pytest.mark.skipif(
 def run(program: str, folder: Path, *words: str) -> None:
     """Run a program in ``folder`` with the trackers."""
     path = os.pathsep.join([str(ROOT / "src"), str(TRACKERS)])
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name(program), folder / "found.json", *words],
-        cwd=folder, env={**os.environ, "PYTHONPATH": path, "ZEROSHARD_DUMP_DIR": ""},
-        capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
+    done = warm_python.run(
+        [
+            sys.executable,
+            str(Path(__file__).with_name(program)),
+            str(folder / "found.json"),
+            *words,
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "ZEROSHARD_DUMP_DIR": ""},
+        timeout=150,
+    )
     assert done.returncode == 0, done.stderr
     assert "switched off" not in done.stderr
 
@@ -94,8 +100,10 @@ def test_runs_that_a_trainer_or_accelerate_opened_are_joined(tmp_path, library):
 def test_a_full_disk_switches_off_tensorboard():
     path = os.pathsep.join([str(ROOT / "src"), str(TRACKERS)])
     test = ["tests/unit/test_monitors.py", "-k", "full and tensorboard", "-p", "no:cacheprovider"]
-    done = subprocess.run(
+    done = warm_python.run(
         [sys.executable, "-m", "pytest", "-v", *test],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=100,
+    )
     assert "1 passed" in done.stdout, done.stdout + done.stderr

@@ -29,7 +29,7 @@ from zeroshard.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_chec
 from zeroshard.cli.main import main
 from zeroshard.core.mesh import Mesh
 
-STEPS = 5
+STEPS = 5 if FULL else 3
 DROPOUT = 0.1
 
 
@@ -53,23 +53,28 @@ class Layout(NamedTuple):
         return open_engine(self.mesh, self.stage, model=build(dropout=DROPOUT), zero=zero, **keys)
 
 
+TP, PP, SHARD = (4, 4, 4) if FULL else (3, 2, 2)
+"""Ranks of a dimension. Three tensor ranks have parts of unequal sizes, as four have."""
 MESHES = {
     "one rank": Mesh(),
     "dp 8": Mesh(data_shard=8),
-    "tp 4 dp 2": Mesh(data_shard=2, tensor=4),
-    "pp 4 dp 2": Mesh(pipeline=4, data_shard=2),
+    f"tp {TP} dp 2": Mesh(data_shard=2, tensor=TP),
+    f"pp {PP} dp 2": Mesh(pipeline=PP, data_shard=2),
     "pp 2 dp 2 tp 2": Mesh(pipeline=2, data_shard=2, tensor=2),
-    "replicate 2 shard 4": Mesh(data_replicate=2, data_shard=4),
+    f"replicate 2 shard {SHARD}": Mesh(data_replicate=2, data_shard=SHARD),
 }
 REST = {  # at stages 1 and 3; all masters are fp32
     "one rank": (("fp16", "device"), ("fp32", "disk")),
     "dp 8": (("fp32", "disk"), ("bf16", "device")),
-    "tp 4 dp 2": (("bf16", "host"), ("fp32", "disk")),
-    "pp 4 dp 2": (("fp32", "device"), ("bf16", "disk")),
+    f"tp {TP} dp 2": (("bf16", "host"), ("fp32", "disk")),
+    f"pp {PP} dp 2": (("fp32", "device"), ("bf16", "disk")),
     "pp 2 dp 2 tp 2": (("fp16", "device"), ("fp32", "host")),
-    "replicate 2 shard 4": (("bf16", "device"), ("fp16", "host")),
+    f"replicate 2 shard {SHARD}": (("bf16", "device"), ("fp16", "host")),
 }
-SOME = {("tp 4 dp 2", 3), ("pp 2 dp 2 tp 2", 1), ("replicate 2 shard 4", 3), ("one rank", 1)}
+SOME = {
+    *((f"tp {TP} dp 2", 3), ("pp 2 dp 2 tp 2", 1)),
+    *((f"replicate 2 shard {SHARD}", 3), ("one rank", 1)),
+}
 LAYOUTS = {
     f"{name}, stage {stage}, {' '.join(rest)}": Layout(MESHES[name], stage, *rest)
     for name in MESHES
@@ -103,15 +108,15 @@ def kept(path: Path) -> dict[str, Tensor]:
 
 
 def trains(name: str, root: Path) -> None:
-    """Ten steps without a break, with a checkpoint after the fifth."""
+    """Twice ``STEPS`` without a break, with a checkpoint after the first half."""
     layout, tag = LAYOUTS[name], tag_of(name)
     with layout.open(root.parent) as engine:
         train(engine, STEPS)
         engine.save_checkpoint(root, tag, {"note": name})
-        keep(engine, everything(engine), root.parent / f"{tag}-fifth.part")
+        keep(engine, everything(engine), root.parent / f"{tag}-half.part")
         train(engine, STEPS)
         assert engine.skipped_steps == 0
-        keep(engine, everything(engine), root.parent / f"{tag}-tenth.part")
+        keep(engine, everything(engine), root.parent / f"{tag}-end.part")
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +144,12 @@ def loads(name: str, root: Path) -> set[str]:
     with layout.open(root.parent) as engine:
         engine.load_checkpoint(root, tag_of(name))
         train(engine, STEPS)
-        assert (
-            differences(everything(engine), kept(root.parent / f"{tag_of(name)}-tenth.part")) == []
-        )
+        assert differences(everything(engine), kept(root.parent / f"{tag_of(name)}-end.part")) == []
         for other in LOADED[name]:
             _, client = engine.load_checkpoint(root, tag_of(other))
             assert client == {"note": other}
             assert engine.global_steps == STEPS
-            found, expected = everything(engine), kept(root.parent / f"{tag_of(other)}-fifth.part")
+            found, expected = everything(engine), kept(root.parent / f"{tag_of(other)}-half.part")
             assert differences(masters(found), masters(expected)) == [], (name, other)
             for fqn in names_in(found):
                 assert torch.equal(found[fqn], found[f"{fqn} master"].to(DTYPES[layout.precision]))
@@ -158,7 +161,7 @@ def loads(name: str, root: Path) -> set[str]:
 def test_a_run_continues_to_the_bit_and_loads_other_runs(root, name):
     names = run_ranks(loads, LAYOUTS[name].mesh.world_size, name, root, timeout=100)
     last = LOADED[name][-1]
-    assert set().union(*names) == {*kept(root.parent / f"{tag_of(last)}-fifth.part")}
+    assert set().union(*names) == {*kept(root.parent / f"{tag_of(last)}-half.part")}
     assert ckpt("diff", root / tag_of(last), root / ("again-" + tag_of(name)), "--json") == "[]\n"
 
 
@@ -171,7 +174,7 @@ def ckpt(*words: object) -> str:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_tools_read_whole_tensors_of_every_layout(root, tmp_path, name):
     tag = tag_of(name)
-    expected = kept(root.parent / f"{tag}-fifth.part")
+    expected = kept(root.parent / f"{tag}-half.part")
     names = names_in(expected)
     assert "every byte is what was saved" in ckpt("verify", root, "--tag", tag)
     shown = json.loads(ckpt("show", root, "--tag", tag, "--json"))
@@ -206,7 +209,8 @@ def loads_old(mesh: Mesh, stage: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"), [("one rank", 1), ("tp 4 dp 2", 3), ("pp 4 dp 2", 1), ("pp 2 dp 2 tp 2", 3)]
+    ("name", "stage"),
+    [("one rank", 1), (f"tp {TP} dp 2", 3), (f"pp {PP} dp 2", 1), ("pp 2 dp 2 tp 2", 3)],
 )
 def test_a_checkpoint_of_an_older_release_loads_into_every_mesh(name, stage):
     found: dict[str, Tensor] = {}

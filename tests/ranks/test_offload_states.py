@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from loops import CASE, STAGES, assert_same, data, loss_of, open_engine, own_data, train, weights
+from support.covering import some_stages
 from torch import Tensor
 from zeroshard_testing import on_ranks
 
@@ -76,7 +77,7 @@ def there_and_back(include: Any) -> Any:
 
 
 def check_moves(keys: dict[str, Any], *, micros: int = 1, moves: dict[str, Any] = MOVES) -> None:
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         plain = trained(stage, keys, micros=micros)
         for what, include in moves.items():
             found = trained(stage, keys, there_and_back(include), micros=micros)
@@ -114,7 +115,7 @@ def test_the_compiled_update_finds_state_that_moved_alone():
     native_adam.prepare()
     native_adam.wait()
     section = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         keys = {**BF16, "optimizer": section["optimizer"]}
         assert_same(trained(stage, keys, there_and_back(["optim_states"])), trained(stage, keys))
 
@@ -193,7 +194,7 @@ CATEGORY = {
 @pytest.mark.parametrize("kind", CATEGORY)
 @on_ranks(2)
 def test_only_what_is_asked_for_moves(kind):
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         with open_engine(stage, **BF16) as engine:
             train(engine, own_data(engine, 1))
             ((batch,),) = own_data(engine, 1)
@@ -302,7 +303,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 @on_ranks(2)
 def test_calls_that_need_what_is_away_say_so_on_every_rank(call):
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         with away(stage, **BF16) as engine:
             ((batch,),) = own_data(engine, 1)
             with pytest.raises(
@@ -334,7 +335,7 @@ READS = {
 @pytest.mark.parametrize("read", READS)
 @on_ranks(2)
 def test_reading_a_parameter_that_is_away_raises(read):
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         with away(stage) as engine:
             for param in engine.module.parameters():
                 shape, dtype = param.shape, param.dtype
@@ -346,7 +347,7 @@ def test_reading_a_parameter_that_is_away_raises(read):
 @pytest.mark.parametrize("kind", ["optim_states", "hp_params", "lp_grads"])
 @on_ranks(2)
 def test_a_model_whose_parameters_are_here_generates(kind):
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         with away(stage, [kind], **BF16) as engine:
             ((batch,),) = own_data(engine, 1)
             with torch.no_grad():
@@ -370,7 +371,7 @@ PARTS = {
 @pytest.mark.parametrize("kind", PARTS)
 @on_ranks(2)
 def test_full_values_of_a_kind_that_is_away_are_refused(kind):
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         with open_engine(stage, **BF16) as engine:
             train(engine, own_data(engine, 1))
             ((batch,),) = own_data(engine, 1)
@@ -387,7 +388,7 @@ def test_full_values_of_a_kind_that_is_away_are_refused(kind):
 @pytest.mark.parametrize("include", [["optim_states", "hp_params"], ["optim_states"]])
 @on_ranks(2)
 def test_an_edit_made_while_masters_are_away_reaches_them(include):
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         with open_engine(stage, **BF16) as engine:
             train(engine, own_data(engine, 1))
             param = next(iter(engine.module.parameters()))
@@ -400,7 +401,7 @@ def test_an_edit_made_while_masters_are_away_reaches_them(include):
 
 @on_ranks(1)
 def test_a_graph_from_before_waits_and_goes_on_after():
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         with open_engine(stage) as engine:
             ((batch,),) = own_data(engine, 1)
             loss = loss_of(engine, batch)
@@ -434,7 +435,7 @@ def test_numpy_arrays_of_parameters_stay_valid():
 
 @on_ranks(2)
 def test_both_calls_may_be_repeated_and_added_up():
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         with open_engine(stage, **BF16) as engine:
             train(engine, own_data(engine, 1))
             before = states(engine)
@@ -483,7 +484,7 @@ def test_wrong_arguments_are_refused_and_nothing_moves(arguments, text):
 
 @on_ranks(2)
 def test_states_do_not_leave_under_a_reader_or_inside_a_pass():
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         with open_engine(stage) as engine:
             param = next(iter(engine.module.parameters()))
             with (
@@ -502,7 +503,7 @@ def test_states_do_not_leave_under_a_reader_or_inside_a_pass():
 
 @on_ranks(1)
 def test_a_closed_engine_refuses_and_an_engine_closes_while_away():
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         model = CASE.build()
         engine = open_engine(stage, model=model)
         train(engine, own_data(engine, 1))
@@ -518,7 +519,7 @@ def test_a_closed_engine_refuses_and_an_engine_closes_while_away():
 
 @on_ranks(2)
 def test_zero_grad_forgets_gradients_that_are_away():
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         with open_engine(stage, gradient_accumulation_steps=2) as engine:
             first, second = own_data(engine, 1, 2)[0]
             engine.backward(loss_of(engine, first))
@@ -538,7 +539,7 @@ def test_zero_grad_forgets_gradients_that_are_away():
 
 @on_ranks(2)
 def test_to_its_own_device_brings_an_engine_back():
-    for stage in STAGES:
+    for stage in some_stages(STAGES):
         with away(stage) as engine:
             assert engine.to(engine.device) is engine
             train(engine, own_data(engine, 1))

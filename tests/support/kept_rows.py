@@ -20,7 +20,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "accounting/test_live_bytes.py": {
         "test_padding_frozen_and_tied_parameters_are_planned": 3,
-        "test_the_state_of_every_optimizer_is_planned": 6,
+        "test_the_state_of_every_optimizer_is_planned": 5,
     },
     "accounting/test_planned_checkpoints.py": {
         "test_files_and_memory_of_a_checkpoint_are_planned": 1,
@@ -33,8 +33,10 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_change_frees_at_least_what_is_said": 0,
     },
     "accounting/test_simulation.py": {
-        "test_bytes_are_those_of_the_formula": 4,
-        "test_traffic_of_each_group_is_that_of_the_formula": 2,
+        "test_bytes_are_those_of_the_formula": 3,
+        "test_traffic_of_each_group_is_that_of_the_formula": 1,
+        "test_every_message_has_its_partner": 1,
+        "test_ranks_that_share_key_value_heads_add_their_gradients_once_per_step": 1,
     },
     "accounting/test_tiers.py": {
         "test_a_hundred_steps_with_everything_on_disk_leave_memory_flat": 0,
@@ -150,10 +152,20 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "ranks/test_access.py": {
         "test_full_gradient_during_accumulation_is_the_sum_so_far": ("1-fp32", "1-fp16", "3-bf16"),
+        "test_full_gradient_is_the_mean_of_the_ranks_unscaled": 2,
+    },
+    "ranks/test_adapters_on_tensor_ranks.py": {
+        "test_adapters_train_as_in_one_process": 1,
     },
     "ranks/test_aliases.py": {
         "test_every_reader_of_parameters_in_backward_gets_their_values": 3,
         "test_aliases_have_the_new_values_when_step_returns": 2,
+    },
+    "ranks/test_checkpoint_matrix.py": {
+        "test_a_checkpoint_of_an_older_release_loads_into_every_mesh": 3,
+    },
+    "ranks/test_checkpoints.py": {
+        "test_nodes_without_a_shared_directory_save_apart_and_send_what_is_missing": 2,
     },
     "ranks/test_checkpoints_on_meshes.py": {
         "test_a_tensor_parallel_run_continues_on_any_ranks": 1,
@@ -171,6 +183,12 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "ranks/test_engine_api.py": {
         "test_every_accumulation_loop_gives_the_same_bits": 1,
     },
+    "ranks/test_engine_export.py": {
+        "test_from_pretrained_loads_what_save_pretrained_wrote": 1,
+    },
+    "ranks/test_first_values.py": {
+        "test_every_layout_starts_equal": 1,
+    },
     "ranks/test_fused_layers.py": {
         "test_checkpoints_have_the_order_of_the_model": 1,
         "test_training_is_that_of_one_process": 1,
@@ -180,6 +198,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "ranks/test_kept_state.py": {
         "test_a_step_has_the_bits_of_plain_pytorch": 3,
+        "test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped": 3,
     },
     "ranks/test_nan_policy.py": {
         "test_one_rank_has_a_bad_loss_in_the_third_of_four_steps": 8,
@@ -270,7 +289,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "unit/test_onepass.py": {
         "test_pieces_give_the_bits_of_the_optimizers_own_step": 20,
-        "test_the_compiled_update_gives_the_same_bits": 18,
+        "test_the_compiled_update_gives_the_same_bits": 12,
     },
     "unit/test_overlap_table.py": {
         "test_each_layer_is_gathered_twice_ahead_of_its_use_and_reduced_once": 2,
@@ -303,6 +322,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "unit/test_triton_update.py": {
         "test_a_mistake_in_the_kernel_is_found": 3,
+        "test_it_has_the_bits_of_the_cpus_update": 4,
     },
     "zoo/test_zoo.py": {
         "test_one_rank_is_plain_pytorch_bit_for_bit": 54,

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from support.covering import FULL
 
 from zeroshard.checkpoint import json_decoder, json_walk
 from zeroshard.checkpoint.json_state import decode, encode
@@ -434,7 +435,7 @@ HOSTILE = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400 if FULL else 150, deadline=None)
 @given(HOSTILE)
 def test_hostile_json_gives_a_value_or_a_checkpoint_error(form):
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -9,8 +10,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+from support import covering as choice
 from support import kept_rows
-from support.covering import covering, each_value, rows_for_full
+from support.covering import covering, each_value, rows_for_full, some_stages
 
 TESTS = Path(__file__).parents[1]
 TABLES = {
@@ -132,3 +134,20 @@ def test_all_rows_of_a_cheap_test_run():
 
 def test_numbers_that_are_no_zero_stages_all_run():
     assert len(kept("tests/ranks/test_a.py::test_it", stage=[0, 1, 2, 5])) == 4
+
+
+def test_a_loop_inside_a_test_goes_through_stage_3_and_one_more(monkeypatch):
+    monkeypatch.setattr(choice, "FULL", False)
+    other, last = some_stages((0, 1, 2, 3))
+    assert last == 3 and other in (0, 1, 2)
+    assert len(some_stages((0, 1, 2))) == 2
+    assert some_stages((1, 3)) == [1, 3]
+    monkeypatch.setattr(choice, "FULL", True)
+    assert some_stages((0, 1, 2, 3)) == [0, 1, 2, 3]
+
+
+def test_what_was_imported_stays_out_of_collections_after_a_search():
+    """A search of the planner ends so; ``tests/conftest.py`` keeps what it froze."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    assert gc.get_freeze_count() >= frozen > 1000

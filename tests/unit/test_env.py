@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 
 import pytest
 import torch.distributed as dist
+import warm_python
 
 from zeroshard.comm.env import (
     DataCoordinate,
@@ -184,7 +184,7 @@ def test_mpi_on_several_hosts_has_to_say_where_rank_0_is(no_launcher, monkeypatc
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "srun"])
-def test_ranks_on_one_host_need_no_address(no_launcher, launcher):
+def test_ranks_on_one_host_need_no_address(no_launcher, launcher, tmp_path):
     port = unused_port()
     program = (
         "import torch.distributed as dist\n"
@@ -204,13 +204,18 @@ def test_ranks_on_one_host_need_no_address(no_launcher, launcher):
         },
     }  # fmt: skip
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
+        warm_python.WarmPython(
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
             env={**os.environ, **of_rank[launcher](rank)},
         )
         for rank in (0, 1)
-    ]  # fmt: skip
-    assert [rank.communicate(timeout=100)[0].strip() for rank in ranks] == ["0 2", "1 2"]
+    ]
+    try:
+        assert [rank.communicate(timeout=100)[0].strip() for rank in ranks] == ["0 2", "1 2"]
+    finally:
+        for rank in ranks:
+            rank.close()
 
 
 def test_an_initialised_group_is_left_as_it_is(no_launcher):

@@ -7,13 +7,13 @@ import json
 import logging
 import os
 import runpy
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from checkpoint_dirs import write_checkpoint
 from hugging_face import hugging_face, logits
 from safetensors import safe_open
@@ -535,5 +535,5 @@ def test_nothing_of_this_needs_ranks(checkpoint):
         "assert not torch.distributed.is_initialized()"
     )
     words = [sys.executable, "-c", code, str(checkpoint.path.parent)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = warm_python.run(words, cwd=checkpoint.path, env=os.environ, timeout=60)
     assert done.returncode == 0, done.stderr

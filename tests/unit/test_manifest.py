@@ -19,7 +19,7 @@ import torch
 from checkpoint_dirs import write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.covering import sampled
+from support.covering import FULL, sampled
 
 from zeroshard.checkpoint.blocks import BlockFile
 from zeroshard.checkpoint.boxes import Box
@@ -436,10 +436,10 @@ def test_what_dump_writes_is_read_back(body):
 
 SLOW = {
     "long string": ("tag", "x" * 10_000_000),
-    "long name": ("parameters/" + "x" * 100_000_000, {}),
+    "long name": ("parameters/" + "x" * 20_000_000, {}),
     "long path": ("files/0/name", "x" * 10_000_000),
     "many names twice": (f"{WEIGHT}/aliases", [*map(str, range(200_000)), "0"]),
-    "many extents": (f"{WEIGHT}/shape", [2**53] * 1_000_000),
+    "many extents": (f"{WEIGHT}/shape", [2**53] * 300_000),
 }
 
 
@@ -645,7 +645,7 @@ def test_any_mutation_is_refused_or_read_within_the_directory(
     watched = Watched(monkeypatch)
     SEEN.update(dict.fromkeys(SEEN, 0))
 
-    @settings(max_examples=250, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=250 if FULL else 80, deadline=None, derandomize=True, database=None)
     @given(st.integers(0, 2**32))
     def check(seed):
         draw = random.Random(seed)
@@ -664,7 +664,8 @@ def test_any_mutation_is_refused_or_read_within_the_directory(
             assert [p for p in watched.opened if not p.startswith(inside)] == []
 
     check()
-    assert min(SEEN.values()) > 100, SEEN  # otherwise too many or too few mutations are valid
+    enough = 100 if FULL else 30  # otherwise too many or too few mutations are valid
+    assert min(SEEN.values()) > enough, SEEN
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
 import sys
 from importlib import resources
 
 import pytest
+import warm_python
 from support.covering import FULL, sampled
 from typer.testing import CliRunner
 
@@ -211,7 +212,7 @@ def test_a_program_that_planned_tells_all_and_ends_with_its_code(run, tmp_path):
         sys.executable, "-m", "zeroshard.cli.main", "plan", "at_exit:plain", "--config", "ds.json",
         "--ranks", "4", "--memory", "0.00001", "--check", "--json",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = warm_python.run(command, cwd=tmp_path, env=os.environ, timeout=300)
     assert done.returncode == 3, done.stderr
     assert json.loads(done.stdout)["fits"] is False
     assert "a model is built" in done.stderr
@@ -344,15 +345,16 @@ def test_no_number_is_cut_in_a_file_nor_on_a_narrow_terminal(run, monkeypatch, c
         monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr("nets_to_plan.WIDTH", 4096)
     text = run("nets_to_plan:deep").stdout
+    assert "…" not in text
+    if columns is not None:
+        return
     found = json.loads(run("nets_to_plan:deep", "--json").stdout)
     cells = [cell.strip() for line in text.splitlines() for cell in line.split("│")]
     for op in {row["op"] for row in found["traffic"]}:
         rows = [row for row in found["traffic"] if row["op"] == op]
         for what in ("calls", "numel", "sent_numel"):
             assert f"{sum(row[what] for row in rows):,}" in cells
-    assert "…" not in text
-    if columns is None:
-        assert {f"{row['dtype']} {row['shape']}" for row in found["largest"][:10]} <= set(cells)
+    assert {f"{row['dtype']} {row['shape']}" for row in found["largest"][:10]} <= set(cells)
 
 
 def test_sizes_of_small_models_are_not_zero(run):
