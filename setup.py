@@ -2,7 +2,7 @@
 
 The description is the README. Its links are relative, so that they work wherever the repository is
 read. On the page of a package index they would lead nowhere, so there they are text, with the path in
-the repository.
+the repository, and a picture is what it says without being seen.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from setuptools import setup
 
+PICTURE = re.compile(r"!\[([^\]]*)\]\((?![a-z]+://)[^)]*\)")
 LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+://)([^)#\s]+)[^)]*\)")
 
 
@@ -20,13 +21,15 @@ def without_links(text: str) -> str:
 
     >>> without_links("see [a](b.md#c), [d.md](d.md) and [e](https://e)")
     'see a (`b.md`), `d.md` and [e](https://e)'
+    >>> without_links("![GiB by stage: 128, 44](docs/a.svg)")
+    'GiB by stage: 128, 44'
     """
 
     def shown(link: re.Match[str]) -> str:
         text, path = link.groups()
         return f"`{path}`" if path.endswith(text) else f"{text} (`{path}`)"
 
-    return LINK.sub(shown, text)
+    return LINK.sub(shown, PICTURE.sub(r"\1", text))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
 
+highlight_language = "none"  # commands and outputs; other code names its language
+
 html_theme = "furo"
 html_title = f"ZeroShard {release}"
 html_static_path = ["_static"]
@@ -43,10 +45,41 @@ REPOSITORY = Path(__file__).parents[1]
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>\.\./[^)#\s]*)(?:#[^)\s]*)?\)")
 
 
+SEARCHED = {
+    "checkpoints": "export, export safetensors, checkpoint, save, load",
+    "choose": "stage, zero3, cpu offload, which stage",
+    "clusters": "slurm, srun, mpi, ray, torchrun, multi node, hostfile",
+    "config": "learning rate, deepspeed config, gradient clipping, batch size, fp16, bf16",
+    "fine-tune": "8 gpus, fine-tune, llm, llama, huggingface",
+    "fsdp2": "fsdp2, fsdp, fully_shard",
+    "gpu": "cuda, nccl",
+    "integrations": "accelerate, transformers, trainer, lightning",
+    "migrate": "deepspeed, migrate",
+    "offload": "offload, nvme, disk",
+    "parallel": "tensor parallel, hsdp, mesh",
+    "pipeline": "pipeline, pipeline parallel",
+    "plan": "out of memory, oom, memory, plan",
+    "restart": "resume, restart, preemption, nan, loss scale",
+    "sequence": "ulysses, long context, sequence parallel",
+    "stalls": "hang, stuck, timeout, deadlock",
+}
+"""What users type into the search, by the page that answers it. Main entries of the index rank first."""
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", _answer_searches)
     app.connect("source-read", _leave_out_decisions)
     app.connect("source-read", _name_repository_files)
+
+
+def _answer_searches(_app: Sphinx, page: str, source: list[str]) -> None:
+    """Put the entries of :data:`SEARCHED` behind the title of their page."""
+    if page in SEARCHED:
+        title, rest = source[0].split("\n", 1)
+        entries = SEARCHED[page].replace(", ", "\n  ! single: ")
+        index = f"```{{eval-rst}}\n.. index::\n  ! single: {entries}\n```"
+        source[0] = f"{title}\n\n{index}\n{rest}"
 
 
 def _leave_out_decisions(_app: Sphinx, page: str, source: list[str]) -> None:

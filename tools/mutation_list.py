@@ -42,6 +42,37 @@ MUTATIONS = [
         "            shard if stage.shards_params else full",
         "tests/accounting/test_live_bytes.py::test_two_ranks_hold_what_the_paper_says",
     ),
+    # ------------------------------------------------------------------ what a user sees first
+    Mutation(
+        "mistakes-with-our-frames",
+        "watchdog/uncaught.py",
+        "    if isinstance(error, ZeroShardError) and not isinstance(error, UnitStateError):",
+        "    if isinstance(error, DistributedError):",
+        "tests/unit/test_program_frames.py"
+        "::test_a_mistake_in_initialize_is_told_without_frames_of_the_library",
+    ),
+    Mutation(
+        "misspelt-names-without-the-nearest",
+        "engine/engine_base.py",
+        "near = get_close_matches(name, public, n=1, cutoff=0.7)",
+        "near = get_close_matches(name, public, n=1, cutoff=0.99)",
+        "tests/ranks/test_engine_api.py"
+        "::test_a_misspelt_name_of_an_engine_is_an_error_with_the_nearest_one",
+    ),
+    Mutation(
+        "a-failed-run-without-its-cause",
+        "report/page.py",
+        'failure=_failure(folder) if any(record.reason != "" for record in records) else ""',
+        'failure=""',
+        "tests/unit/test_report.py::test_a_failed_run_says_which_rank_was_the_cause_and_where",
+    ),
+    Mutation(
+        "planned-bytes-of-traffic-are-elements",
+        "planner/simulate.py",
+        "entry.payload_numel, entry.sent_numel, entry.sent_nbytes,",
+        "entry.payload_numel, entry.sent_numel, entry.sent_numel,",
+        "tests/unit/test_plan_cli.py::test_no_number_is_cut_in_a_file_nor_on_a_narrow_terminal",
+    ),
     # ------------------------------------------------------------------ metrics, session
     Mutation(
         "a-resumed-run-loses-earlier-values",  # of CSV files

@@ -1,4 +1,4 @@
-"""Compares plans with real runs of two and three ranks, and writes the tables of ``docs/plan.md``.
+"""Compares plans with real runs of two and three ranks; writes the tables of ``docs/plan-reference.md``.
 
     python tools/plan_check.py                    # all parts; takes tens of minutes on two cores
     python tools/plan_check.py --part process     # one part
@@ -49,7 +49,7 @@ from zeroshard.planner.simulate import observe, simulate
 from zeroshard.planner.simulated import Simulation
 
 ROOT = Path(__file__).parents[1]
-PAGE, RESULTS = ROOT / "docs/plan.md", ROOT / "benchmarks/results/plan-check.json"
+PAGE, RESULTS = ROOT / "docs/plan-reference.md", ROOT / "benchmarks/results/plan-check.json"
 
 TOLERANCE = 0.02
 """How far a planned peak may be from that of the followed tensors of the run, as a fraction."""
@@ -104,6 +104,13 @@ def _t5(size: Size) -> dict[str, int]:
     }  # fmt: skip
 
 
+def _whisper(size: Size) -> dict[str, int]:
+    ends = {f"{side}_layers": size.layers for side in ("encoder", "decoder")}
+    ends |= {f"{side}_ffn_dim": 2 * size.width for side in ("encoder", "decoder")}
+    ends |= {f"{side}_attention_heads": 2 for side in ("encoder", "decoder")}
+    return {"d_model": size.width, "max_source_positions": size.tokens, **ends}
+
+
 FAMILIES: dict[str, tuple[str, Callable[[Size], dict[str, int]]]] = {
     "gpt2": ("GPT2LMHeadModel", _gpt2),
     "llama": ("LlamaForCausalLM", _llama),
@@ -111,6 +118,11 @@ FAMILIES: dict[str, tuple[str, Callable[[Size], dict[str, int]]]] = {
     "t5": ("T5ForConditionalGeneration", _t5),
 }
 """The class in Transformers of each family, and its sizes."""
+
+OTHERS: dict[str, tuple[str, Callable[[Size], dict[str, int]]]] = {
+    "whisper": ("WhisperForConditionalGeneration", _whisper)
+}
+"""Models that a test compares too, and no table."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +211,7 @@ def build(case: Case, *, init: bool = False) -> Callable[[], nn.Module]:
     """A function that makes the model of a case; ``init``: sharded from the start, in bf16."""
     import transformers
 
-    name, sizes = FAMILIES[case.family]
+    name, sizes = (FAMILIES | OTHERS)[case.family]
 
     def made() -> nn.Module:
         config = transformers.AutoConfig.for_model(
@@ -248,8 +260,10 @@ def settings(case: Case, folder: str = "/tmp") -> dict[str, Any]:
     }
 
 
-def _batch(size: Size) -> tuple[dict[str, torch.Tensor], None]:
+def _batch(size: Size, family: str = "") -> tuple[dict[str, torch.Tensor], None]:
     ids = torch.randint(2, size.words, (size.batch, size.tokens))
+    if family == "whisper":  # two frames of 80 frequencies for each position
+        return {"input_features": torch.randn(size.batch, 80, 2 * size.tokens), "labels": ids}, None
     return {"input_ids": ids, "labels": ids.clone()}, None
 
 
@@ -389,7 +403,11 @@ def _observe(case: Case, folder: str, path: str, lockstep: bool) -> None:
     held = in_lockstep(path + ".met") if shared else contextlib.nullcontext()
     with held, no_late_references():
         found = observe(
-            build(case), settings(case, folder), _batch(case.size), loss_fn=loss_of, steps=3
+            build(case),
+            settings(case, folder),
+            _batch(case.size, case.family),
+            loss_fn=loss_of,
+            steps=3,
         )
     Path(f"{path}.{found.rank}").write_bytes(pickle.dumps(found))
 
@@ -420,7 +438,7 @@ def planned(case: Case, rank: int = 0) -> Simulation:
     """The plan of a rank."""
     data = case.ranks // case.tensor // case.pipeline
     mesh = Mesh(pipeline=case.pipeline, data_shard=data, tensor=case.tensor)
-    batch = _batch(case.size)
+    batch = _batch(case.size, case.family)
     return simulate(
         build(case), settings(case), batch, mesh=mesh, rank=rank, loss_fn=loss_of, steps=3,
         plan="auto" if case.tensor > 1 else None,

@@ -1,4 +1,6 @@
-"""Compares planned step times with real runs of two ranks, and writes the table of ``docs/plan.md``.
+"""Compares planned step times with real runs of two ranks.
+
+Writes the table of ``docs/plan-reference.md``.
 
     python tools/plan_time_check.py            # measures this machine, prints the table; takes minutes
     python tools/plan_time_check.py --write    # and puts it into the page

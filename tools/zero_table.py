@@ -1,4 +1,4 @@
-"""Plans the 7.5 B model of the ZeRO paper, and writes its table in ``docs/plan.md``.
+"""Plans the 7.5 B model of the ZeRO paper, and writes its table in ``docs/plan-reference.md``.
 
     python tools/zero_table.py            # prints the table; takes some minutes of CPU
     python tools/zero_table.py --write    # and puts it into the page
@@ -25,7 +25,7 @@ from plan_published import put
 
 from zeroshard.core.layout import ALIGNMENT
 
-PAGE = Path(__file__).parents[1] / "docs/plan.md"
+PAGE = Path(__file__).parents[1] / "docs/plan-reference.md"
 TABLE = "zero_table.py"
 
 LAYERS, WIDTH, WORDS, TOKENS = 36, 4096, 60_089, 1024

@@ -52,6 +52,15 @@ def test_a_plan_is_what_the_run_needs(case):
         assert abs(off) <= plan_check.TOLERANCE, phase
 
 
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+def test_a_plan_of_an_encoder_and_a_decoder_is_as_right_as_that_of_other_models(family):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    real, plan = plan_check.run_and_plan(plan_check.Case(family, 3, False))
+    assert plan_check.differences(real, plan) == []
+    for phase, off in plan_check.offs(real, plan).items():
+        assert abs(off) <= 0.014, phase
+
+
 def test_a_run_over_gloo_needs_what_its_plan_says():
     pytest.importorskip("transformers", reason="transformers is not installed")
     real, plan = plan_check.run_and_plan(plan_check.Case("gpt2", 3, False, "none", "stock", 3))

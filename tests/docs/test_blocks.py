@@ -219,7 +219,10 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/offload.md": [configuration, continues, commands],
     "docs/parallel.md": [shown, compiles, runs],
     "docs/pipeline.md": [PIPELINE, PIPELINE],
-    "docs/plan.md": [commands, planned, shown, shown, shown, commands, machine],
+    "docs/plan.md": [
+        *(commands, shown, shown, commands, commands, commands, planned, commands),
+    ],
+    "docs/plan-reference.md": [commands, planned, shown, shown, shown, commands, machine],
     "docs/recipes.md": [by_hand],
     "docs/restart.md": [commands, compiles, compiles, commands, keys, commands, shown],
     "docs/sequence.md": [compiles, compiles, compiles],

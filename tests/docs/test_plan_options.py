@@ -10,7 +10,7 @@ import typer
 from zeroshard.cli.main import main
 from zeroshard.planner.model_source import LENGTH
 
-PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+PAGE = Path(__file__).parents[2] / "docs" / "plan-reference.md"
 
 
 def options() -> dict[str, object]:

@@ -29,6 +29,23 @@ def test_decisions_are_in_no_side_bar_and_no_search(site):
     assert decisions.isdisjoint({n for docs in hits for n in docs})
 
 
+QUESTIONS = {
+    "learning rate": "config", "out of memory": "plan", "8 gpus": "fine-tune", "slurm": "clusters",
+    "resume": "restart", "export safetensors": "checkpoints", "offload": "offload",
+    "deepspeed config": "config", "accelerate": "integrations", "pipeline": "pipeline",
+    "hang": "stalls", "fsdp2": "fsdp2",
+}  # fmt: skip
+"""What a user types, and the page that must come first. Equal texts in the index rank above all else."""
+
+
+def test_what_users_type_is_in_the_index_of_the_page_that_answers_it(site):
+    index = (site[0] / "searchindex.js").read_text()
+    indexed = json.loads(index[index.index("{") : index.rindex("}") + 1])
+    for question, page in QUESTIONS.items():
+        (entry,) = indexed["indexentries"][question]
+        assert (indexed["docnames"][entry[0]], entry[2]) == (page, True), question
+
+
 def test_code_has_a_button_to_copy_it_but_for_diffs(site):
     page = (site[0] / "index.html").read_text()
     assert "copybutton.js" in page

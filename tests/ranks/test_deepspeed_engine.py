@@ -223,13 +223,18 @@ def test_several_engines_print_one_table_and_a_line_each():
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("zeroshard").addHandler(handler)
+    logger = logging.getLogger("zeroshard")
+    logger.addHandler(handler)
+    level = logger.level
     try:
         for stage in (3, 3, 1, 0):
-            engine, *_ = deepspeed.initialize(model=model(), config={**config(stage), "own": 1})
+            engine, *_ = deepspeed.initialize(
+                model=model(), config={**config(stage), "own": 1, "log_level": "debug"}
+            )
             engine.destroy()
     finally:
-        logging.getLogger("zeroshard").removeHandler(handler)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
     told = {
         "ZeRO stage": len([line for line in lines if line.startswith("ZeRO stage")]),
         "table": len([line for line in lines if line.startswith("key ")]),

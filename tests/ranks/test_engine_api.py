@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -35,6 +37,30 @@ from zeroshard.errors import UsageError
 NAMED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}}}
 
 # ---------------------------------------------------------------------- initialize
+
+
+def test_a_misspelt_name_of_an_engine_is_an_error_with_the_nearest_one():
+    engine, *_ = zeroshard.initialize(model=CASE.build(), config=config_for())
+    name = next(iter(engine.module._modules))
+    with engine:
+        with pytest.raises(AttributeError, match=r"'Engine' .* 'stepp'\. Did you mean 'step'"):
+            engine.stepp()
+        with pytest.raises(AttributeError, match=f"Its model has one: engine.module.{name}$"):
+            getattr(engine, name)
+        with pytest.raises(AttributeError, match=r"has no attribute '_stepp'$"):
+            engine._stepp()
+
+
+@pytest.mark.full
+def test_a_type_checker_finds_a_misspelt_name_of_an_engine(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import zeroshard\n\nengine: zeroshard.Engine\nengine.stepp()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), str(program)],
+        capture_output=True, text=True, timeout=500, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert '"Engine" has no attribute "stepp"' in done.stdout, done.stdout + done.stderr
+    assert "callable" not in done.stdout
 
 
 def test_initialize_returns_engine_optimizer_loader_and_schedule():

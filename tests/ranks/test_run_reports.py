@@ -15,6 +15,7 @@ from loops import CASE, STAGES, config_for, data, loss_of, open_engine, own_data
 from zeroshard_testing import on_ranks
 
 import zeroshard
+from zeroshard.engine import initialize
 
 
 @contextmanager
@@ -172,8 +173,31 @@ def test_dump_state_prints_every_key(dump, monkeypatch):
         engine.close()
     text = "\n".join(lines)
     assert "ZeRO stage 1 on 1 rank(s)" in text
-    assert "precision: plain" in text
     assert ("stage3_max_live_parameters" in text) is dump
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_tables_are_printed_on_request_and_warnings_last(level, monkeypatch):
+    monkeypatch.setattr("zeroshard.engine.initialize._told", set())
+    config = config_for(1, log_level=level, fp16={"enabled": False, "loss_scale": "0"})
+    del config["gradient_clipping"]
+    with logged() as lines:
+        engine, *_ = zeroshard.initialize(model=CASE.build(), config=config)
+        engine.close()
+    text = "\n".join(lines)
+    assert ("other keys have their default values" in text) is (level == "debug")
+    assert ("precision: plain" in text) is (level == "debug")
+    assert len(lines) == (6 if level == "debug" else 4), lines
+    assert '"log_level": "debug"' in lines[1]
+    assert "was read as a number" in lines[-2]
+    assert lines[-1].startswith("gradient_clipping is not given")
+
+
+def test_a_warning_is_marked():
+    form = initialize._Format()
+    for level, mark in ((logging.INFO, ""), (logging.WARNING, "warning: ")):
+        record = logging.LogRecord("zeroshard", level, "", 0, "clipped at %s", ("1.0",), None)
+        assert form.format(record) == f"[zeroshard] {mark}clipped at 1.0"
 
 
 @pytest.mark.parametrize(("level", "expected"), [("warning", logging.WARNING), (None, 17)])

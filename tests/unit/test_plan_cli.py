@@ -14,6 +14,7 @@ from support.covering import FULL, sampled
 from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
+from zeroshard.core.sizes import gib
 from zeroshard.planner import measure
 
 MODELS = """
@@ -352,8 +353,10 @@ def test_no_number_is_cut_in_a_file_nor_on_a_narrow_terminal(run, monkeypatch, c
     cells = [cell.strip() for line in text.splitlines() for cell in line.split("│")]
     for op in {row["op"] for row in found["traffic"]}:
         rows = [row for row in found["traffic"] if row["op"] == op]
-        for what in ("calls", "numel", "sent_numel"):
-            assert f"{sum(row[what] for row in rows):,}" in cells
+        assert f"{sum(row['calls'] for row in rows):,}" in cells
+        assert gib(sum(row["sent_nbytes"] for row in rows)) in cells
+        if op in ("all_gather", "reduce_scatter"):  # of values in fp32
+            assert all(row["sent_nbytes"] == 4 * row["sent_numel"] for row in rows)
     assert {f"{row['dtype']} {row['shape']}" for row in found["largest"][:10]} <= set(cells)
 
 
@@ -362,11 +365,25 @@ def test_sizes_of_small_models_are_not_zero(run):
     head = run("nets_to_plan:plain", "--memory", "0.00001").stdout
     too_much = found["peak_nbytes"] - int(0.00001 * 2**30)
     assert head.startswith(
-        f"does not fit: {too_much / 2**20:.1f} MiB too much of 10,737 bytes; "
-        f"peak {found['peak_nbytes'] / 2**20:.1f} MiB in "
+        f"does not fit: {gib(too_much)} GiB too much of {gib(10737)} GiB; "
+        f"peak {gib(found['peak_nbytes'])} GiB in "
     )
-    assert f"state at rest {found['states_nbytes'] / 1e6:.2f} MB" in head
+    assert f"state at rest {gib(found['states_nbytes'])} GiB" in head
     assert "0.00 GiB" not in head
+
+
+@pytest.mark.parametrize("more", [(), ("--machine", "h100")])
+def test_every_size_on_the_page_of_a_plan_is_in_gib(run, tmp_path, more):
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 1, "offload_optimizer": nvme}
+    result = run("nets_to_plan:deep", "--memory", "1", *more, zero_optimization=zero)
+    assert result.exit_code == 0, result.output
+    text = result.stdout.replace("H100 SXM 80 GB", "")  # the name of the machine
+    found = set(re.findall(r"\b(?:GiB|MiB|KiB|GB|MB|kB|bytes|elements)\b", text))
+    assert found == {"GiB"}
+    row = next(line for line in result.stdout.splitlines() if "interpreter, torch" in line)
+    found = json.loads(run("nets_to_plan:deep", "--json").stdout)
+    assert row.count(f" {gib(found['process_nbytes'])} ") == len(found["phases"])
 
 
 def test_what_passes_to_the_disk_is_told(run, tmp_path):
@@ -377,8 +394,9 @@ def test_what_passes_to_the_disk_is_told(run, tmp_path):
     )
     disk = json.loads(found)["disk"]
     assert min(disk.values()) >= 8 * PARAMS // 4  # two moments, of four ranks
-    line = "\ndisk: {file_nbytes:,} bytes of files; a step reads {read_nbytes:,} bytes and writes "
-    assert f"{line}{{written_nbytes:,}}".format(**disk) in text
+    files, read, written = (gib(disk[f"{what}_nbytes"]) for what in ("file", "read", "written"))
+    line = f"\ndisk: {files} GiB of files; a step reads {read} GiB and writes {written} GiB"
+    assert line in text
     assert "\ndisk: " not in run("nets_to_plan:plain").stdout
 
 
@@ -432,7 +450,7 @@ MISTAKES = [
     (PLAN + "words --config none.json", "no batch size is given"),
     (PLAN + "plain --batch max" + RUN, "the largest that fits --memory, which is not"),
     (PLAN + "plain --batch max --memory 1" + RUN, "cannot change the batch of"),
-    (PLAN + "words --batch max --memory 0.00005 --seq 64" + RUN, "no micro-batch fits 53,687 bytes"),
+    (PLAN + "words --batch max --memory 0.00005 --seq 64" + RUN, "no micro-batch fits 0.0000500 GiB"),
     (PLAN + "plain --check" + RUN, "--check compares with --memory"),
     (PLAN + "words --trace nowhere/x.json" + RUN, "No such file or directory: 'nowhere/x.json'"),
     (PLAN + "words --fit speed" + RUN, "--fit speed fits a run into --memory, which is not given"),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
+from zeroshard.core.sizes import gib_text
 
 WIDTH = 128
 
@@ -74,7 +75,7 @@ def test_a_step_is_shown_beside_the_peak_of_a_model_that_is_cut_after_it_is_buil
         first, second, third, *_ = planned(*words, *options, **keys).splitlines()
         assert first.startswith("peak " if gib is None else "does not fit: ")
         assert second.startswith(f"a step alone {verdict}")
-        assert f"peak {step / 2**20:.1f} MiB in {found['step_peak']['phase']}" in second
+        assert f"peak {gib_text(step)} in {found['step_peak']['phase']}" in second
         assert third.startswith(
             "init: each rank builds the whole model, before it is cut over tensor"
         )

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
 from zeroshard.config.machine_file import load_machine
+from zeroshard.core.sizes import gib
 from zeroshard.planner.make_plan import make_plan
 from zeroshard.planner.timeline import blocks, timeline
 from zeroshard.planner.trace import trace
@@ -62,11 +63,11 @@ def test_the_page_has_what_the_plan_says_and_no_script(timed):
     assert len(page.encode()) < 2e6
     assert "<script" not in page and "<img" not in page
     assert page.count("<svg") == page.count("<summary>Table</summary>") == 4
-    over = -plan["spare_nbytes"] / 2**20
-    assert f"does not fit: {over:,.1f} MiB too much for 0.5 MiB" in page
+    over = -plan["spare_nbytes"]
+    assert f"does not fit: {gib(over)} GiB too much for {gib(plan['limit_nbytes'])} GiB" in page
     for phase, moment in plan["phases"].items():
         assert phase in page
-        assert f"{moment['device_nbytes'] / 2**20:,.1f}" in page
+        assert f">{gib(moment['device_nbytes'])}<" in page
     for row in plan["traffic"]:
         assert f"<td>{row['numel']:,}</td>" in page
     for text in (*plan["assumed"], "of the time: "):
@@ -76,10 +77,16 @@ def test_the_page_has_what_the_plan_says_and_no_script(timed):
 
 
 def test_the_page_has_a_line_for_each_pipeline_stage(timed):
-    needs = {"parameters": 77123, "states_nbytes": 1, "in_flight": 3, "sent_numel": 0}
+    needs = {
+        "parameters": 77123,
+        "states_nbytes": 1,
+        "in_flight": 3,
+        "sent_numel": 0,
+        "sent_nbytes": 0,
+    }
     stages = [{"rank": 2 * at, "peak_nbytes": 2**20, **needs} for at in range(2)]
     page = plan_page(timed.as_dict() | {"pipeline_stages": stages}, ())
-    assert "rank 2: 77,123 parameters, peak 1.0 MiB, 3 micro-batches in flight" in page
+    assert "rank 2: 77,123 parameters, peak 0.000977 GiB, 3 micro-batches in flight" in page
 
 
 def test_the_page_has_changes_that_make_the_run_fit_and_what_passes_to_the_disk(timed):
@@ -88,9 +95,9 @@ def test_the_page_has_changes_that_make_the_run_fit_and_what_passes_to_the_disk(
     page = plan_page(
         timed.as_dict() | {"changes": [change | {"predicted": False}], "disk": disk}, ()
     )
-    cells = ("stage 2", "{&#34;a&#34;: 1}", "1.0 MiB", "+1% (assumed)")
+    cells = ("stage 2", "{&#34;a&#34;: 1}", "0.000977 GiB", "+1% (assumed)")
     assert "".join(f"<td>{cell}</td>" for cell in cells) in page
-    assert "4,096 bytes of files; a step reads 1,234 bytes and writes 5,678" in page
+    assert "0.00000381 GiB of files; a step reads 0.00000115 GiB and writes 0.00000529 GiB" in page
 
 
 def test_the_peak_has_its_line_and_the_timeline_its_peak(timed):

@@ -18,6 +18,8 @@ from zeroshard.errors import UsageError
 from zeroshard.report.curves import buckets, line_chart, thinned
 from zeroshard.report.page import CHARTS, expected_volume, make_page
 from zeroshard.report.record import read_record
+from zeroshard.run.exit_report import ExitReport
+from zeroshard.run.kept_exit import keep_exit
 
 SCRIPT = "<script>alert(1)</script>"
 FIRST = {
@@ -173,6 +175,30 @@ def test_values_that_are_not_finite_are_counted_and_not_drawn():
 ])  # fmt: skip
 def test_the_volume_of_the_formula(stage, accumulation, volume):
     assert sum(expected_volume(stage, accumulation).values()) == volume
+
+
+def test_no_label_is_broken_inside_a_word(tmp_path):
+    write(tmp_path, step(1, train_loss=2.5), end(1))
+    (style,) = re.findall(r"td, th \{(.*?)\}", make_page(tmp_path))
+    assert "overflow-wrap: break-word" in style
+    assert "anywhere" not in style
+
+
+def test_a_failed_run_says_which_rank_was_the_cause_and_where(tmp_path, monkeypatch):
+    """Rank 0 has the record, and knows only that rank 1 has left."""
+    folder = tmp_path / "run7"
+    folder.mkdir()
+    write(folder, step(1), end(1, "RankLost: rank 1 left"))
+    assert "Why the run ended" not in make_page(folder)
+    monkeypatch.setattr("zeroshard.run.run_folder.default_root", lambda: tmp_path)
+    message = f"rank 1 raised ValueError: a bad <sample> {'x' * 300} (exit code 1)."
+    trace = 'Traceback:\n  File "train.py", line 7, in main\nValueError: a bad <sample>'
+    lines = (message, "rank 0 followed: gave up.")
+    keep_exit(ExitReport(lines, 1, trace, 1), 0, {"ZEROSHARD_RUN_ID": "run7"})
+    page = make_page(folder)
+    assert f"rank 1: raised ValueError: a bad &lt;sample&gt; {'x' * 300}" in page
+    assert "raised at train.py:7 in main" in page
+    assert page.index("Why the run ended") < page.index("RankLost: rank 1 left")
 
 
 def test_a_process_that_was_killed_leaves_half_a_line(tmp_path):

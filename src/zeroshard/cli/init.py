@@ -163,10 +163,10 @@ def _base(precision: Precision, batch: int) -> dict[str, Any]:
 
 def _told(found: Fit, output: Path, run: Answers) -> str:
     """What was chosen, and the next commands."""
-    from zeroshard.core.sizes import size_text
+    from zeroshard.core.sizes import gib_text
 
-    peak = size_text(found.plan.peak_nbytes)
-    limit = size_text(found.plan.limit_nbytes or 0)
+    peak = gib_text(found.plan.peak_nbytes)
+    limit = gib_text(found.plan.limit_nbytes or 0)
     if found.chosen is None:
         return (
             f"Nothing fits {limit}: the smallest of {found.count} configurations needs {peak} on each "

@@ -97,12 +97,13 @@ class LayerTraffic:
     """Collectives of one kind that layers called over one group.
 
     ``numel``: elements of the full tensors; ``sent_numel``: of these, what this rank sends to others if
-    the collective is a ring.
+    the collective is a ring, and ``sent_nbytes``: its bytes.
     """
 
     calls: int = 0
     numel: int = 0
     sent_numel: int = 0
+    sent_nbytes: int = 0
 
 
 @dataclass
@@ -142,12 +143,15 @@ class CallLog:
             return _OPS[name], ranks
         return None
 
-    def _note_layer(self, op: str, ranks: tuple[int, ...], numel: int) -> None:
+    def _note_layer(self, op: str, ranks: tuple[int, ...], whole: Tensor) -> None:
+        numel = whole.numel()
         calls = self.layers.setdefault((op, ranks), LayerTraffic())
         calls.calls += 1
         calls.numel += numel
         passes = 2 if op == "all_reduce" else 1  # a reduce-scatter and an all-gather
-        calls.sent_numel += passes * (numel - numel // len(ranks))
+        sent_numel = passes * (numel - numel // len(ranks))
+        calls.sent_numel += sent_numel
+        calls.sent_nbytes += sent_numel * whole.element_size()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -167,14 +171,15 @@ def _group_of(args: Sequence[Any]) -> dist.ProcessGroup:
     return found
 
 
-def _widest(args: Sequence[Any], result: Any) -> int:
-    """Elements of the largest tensor of a call: the whole of a gather or a reduction."""
-    found = 0
-    for value in (*args, result):
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, Tensor):
-                found = max(found, tensor.numel())
-    return found
+def _widest(args: Sequence[Any], result: Any) -> Tensor:
+    """The largest tensor of a call: the whole of a gather or a reduction."""
+    tensors = [
+        tensor
+        for value in (*args, result)
+        for tensor in (value if isinstance(value, (list, tuple)) else (value,))
+        if isinstance(tensor, Tensor)
+    ]
+    return max(tensors, key=Tensor.numel)
 
 
 def unmatched(ranks: dict[int, Sequence[Message]]) -> list[str]:

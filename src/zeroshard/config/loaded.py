@@ -40,7 +40,8 @@ class LoadedConfig:
 
     ``raw``: what the user gave, parsed, in containers of our own. ``origins``: dotted key -> "file PATH",
     "config" (a dict), "argument", "auto" (in some cases with a reason), "derived" or "default".
-    ``notices``: one line each, to be shown once. ``mesh``: the ranks; its sizes are also the values of
+    ``notices``: one line each, to be shown once; ``warnings``: those of them that change what is trained,
+    which come last. ``mesh``: the ranks; its sizes are also the values of
     ``parallel``. None if the configuration was not read for training.
     """
 
@@ -49,6 +50,7 @@ class LoadedConfig:
     origins: dict[str, str]
     notices: tuple[str, ...]
     mesh: ResolvedMesh | None = None
+    warnings: tuple[str, ...] = ()
 
     def agreed(self) -> dict[str, str]:
         """Dotted key -> JSON of every value that must be the same on all ranks.

@@ -20,12 +20,19 @@ FILLED_IN = (
 """Keys whose "auto" libraries replace by their user's choice. If it is left, a default may surprise."""
 
 
-def notices(
+def notices(config: Config, found: Findings) -> Iterator[str]:
+    """One line for each such value that changes no number of the training, in a fixed order."""
+    if accepted := found.hints.union(_used(config, found, "accept")):
+        yield f"accepted, but without effect: {', '.join(sorted(accepted))}"
+
+
+def warnings(
     config: Config, found: Findings, *, resolved: Collection[str], as_deepspeed: bool = False
 ) -> Iterator[str]:
-    """One line for each such value, in a fixed order. ``resolved``: keys whose "auto" became a value.
+    """One line for each such value that changes what is trained, or where, in a fixed order.
 
-    ``as_deepspeed``: the program was written for DeepSpeed.
+    ``resolved``: keys whose "auto" became a value. ``as_deepspeed``: the program was written for
+    DeepSpeed.
     """
     if found.ignored:
         yield f"unknown keys, ignored: {', '.join(found.ignored)}"
@@ -93,8 +100,6 @@ def _without_effect(config: Config, found: Findings) -> Iterator[str]:
             f"zero_optimization.offload_param: no effect at stage {stage}, as in DeepSpeed: parameters "
             "are sharded at stage 3 only"
         )
-    if accepted := found.hints.union(_used(config, found, "accept")):
-        yield f"accepted, but without effect: {', '.join(sorted(accepted))}"
     if later := sorted(_used(config, found, "not yet")):
         yield (
             f"keys of features that are not implemented yet, without effect now: {', '.join(later)}"

@@ -180,6 +180,7 @@ class Findings:
 
     errors: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
     autos: set[str] = field(default_factory=set)

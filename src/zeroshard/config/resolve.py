@@ -18,7 +18,7 @@ from zeroshard.config.hierarchy import with_nodes
 from zeroshard.config.keys import UNCHECKED, is_argument, is_misspelt
 from zeroshard.config.loaded import BATCH, Hardware, LoadedConfig, leaves
 from zeroshard.config.mesh_keys import mesh_from_config
-from zeroshard.config.notices import notices
+from zeroshard.config.notices import notices, warnings
 from zeroshard.config.params import ARGUMENTS
 from zeroshard.config.parse import (
     Findings,
@@ -173,13 +173,16 @@ def _solved(
     if resolved is not None:
         config, sized = _with_sizes(config, resolved, found)
         reasons = reasons | sized
-    found.notices.extend(notices(config, found, resolved=reasons, as_deepspeed=read.as_deepspeed))
+    found.notices.extend(notices(config, found))
+    found.warnings.extend(warnings(config, found, resolved=reasons, as_deepspeed=read.as_deepspeed))
+    changing = dict.fromkeys(found.warnings)
     origins = _origins(config, found, read.where, read.from_arguments, read.derived | solved)
     return LoadedConfig(
         config=config,
         raw=read.raw,
         origins=origins | reasons,
-        notices=tuple(dict.fromkeys(found.notices)),
+        notices=tuple(dict.fromkeys(found.notices) | changing),
+        warnings=tuple(changing),
         mesh=resolved,
     )
 
@@ -288,7 +291,7 @@ def _apply_arguments(
             parent[section] = parent = inner if isinstance(inner, dict) else {}
         before = parent.get(name)
         if before is not None and not is_auto(before) and before != value:
-            found.notices.append(f"{path}: the argument {show(value)} replaces {show(before)}")
+            found.warnings.append(f"{path}: the argument {show(value)} replaces {show(before)}")
         parent[name] = copy_tree(value)
         taken.add(path)
     return taken
@@ -365,7 +368,7 @@ def _without_copies(config: Config, found: Findings, mesh: Mesh) -> Config:
         or found.rejected.intersection(BATCH)
     ):
         return config
-    found.notices.append(
+    found.warnings.append(
         f"train_batch_size: {train} counts the samples of all {mesh.world_size} ranks, but "
         f"{'sequence' if mesh.tensor == 1 else 'tensor'} ranks get the same samples, so it is {product}"
     )

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
 GIB, MIB = 2**30, 2**20
-
-
-def decimal_text(nbytes: int) -> str:
-    """Bytes in GB, as papers count them, or MB.
-
-    >>> decimal_text(16_640_000_000), decimal_text(1_500_000)
-    ('16.64 GB', '1.50 MB')
-    """
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
 def size_text(nbytes: int) -> str:
@@ -26,6 +19,26 @@ def size_text(nbytes: int) -> str:
     if size >= MIB // 10:
         return f"{nbytes / MIB:,.1f} MiB"
     return f"{nbytes:,} bytes"
+
+
+def gib(nbytes: int) -> str:
+    """A number of GiB with three digits or more, for tables and for texts with one unit.
+
+    >>> [gib(n) for n in (0, 80 * 2**30, 3 * 2**29, 2**27, 200_000, -(2**20))]
+    ['0', '80.00', '1.50', '0.125', '0.000186', '-0.000977']
+    """
+    size = abs(nbytes) / GIB
+    digits = 2 if size >= 0.995 or not nbytes else 2 - math.floor(math.log10(size))
+    return f"{nbytes / GIB:,.{digits}f}" if nbytes else "0"
+
+
+def gib_text(nbytes: int) -> str:
+    """Bytes in GiB, as everything of a plan.
+
+    >>> gib_text(5 * 2**28)
+    '1.25 GiB'
+    """
+    return f"{gib(nbytes)} GiB"
 
 
 def mib(nbytes: int) -> str:

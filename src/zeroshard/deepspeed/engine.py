@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -92,13 +92,15 @@ class DeepSpeedEngine(ForwardingEngine):
         """Milliseconds of the program's own timers (``engine.timers``)."""
         return {name: timer.elapsed(reset=False) for name, timer in self.timers.timers.items()}
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            if (row := api_table.find_member("engine", name)) is not None and not row.home:
-                raise AttributeError(api_table.reason_of(row), name=name, obj=self) from error
-            raise
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError as error:
+                if (row := api_table.find_member("engine", name)) is not None and not row.home:
+                    raise AttributeError(api_table.reason_of(row), name=name, obj=self) from error
+                raise
 
     def hook_handles(self) -> tuple[list[Any], list[Any]]:
         """Handles of the hooks on modules, and of those on parameters."""

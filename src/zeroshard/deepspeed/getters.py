@@ -15,6 +15,7 @@ from zeroshard.config.schema import ZeroConfig
 from zeroshard.config.sections import FlopsConfig
 from zeroshard.data.batches import loader_for
 from zeroshard.engine.engine import Engine
+from zeroshard.engine.engine_base import nearest_name
 
 _CONFIGURED = {
     "gradient_clipping": "gradient_clipping",
@@ -146,7 +147,10 @@ class ForwardingEngine(Engine):
             except AttributeError:
                 if name == "module" or name.startswith("__"):
                     raise
+            try:
                 return getattr(self.module, name)
+            except AttributeError as error:
+                raise AttributeError(f"{error}{nearest_name(self, name)}") from None
 
 
 for _name, _getter in GETTERS.items():

@@ -107,7 +107,8 @@ class ForwardingOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     @property
     def dp_process_group(self) -> Any:
         """The group of ranks over which the state is sharded."""
-        return self._engine.data_parallel_group
+        engine: Any = self._engine  # a getter of GETTERS
+        return engine.data_parallel_group
 
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from zeroshard.data.batches import loader_for
 from zeroshard.deepspeed import collectives as comm
 from zeroshard.deepspeed.engine import DeepSpeedEngine
+from zeroshard.deepspeed.getters import GETTERS
 from zeroshard.deepspeed.helpers import RepeatingLoader
 from zeroshard.deepspeed.logs import log_dist
 from zeroshard.deepspeed.pipeline_module import PipelineModule
@@ -118,7 +119,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.train()
         loss = super().train_batch(self._batches(self.data_iterator))
         self.agg_train_loss = loss
-        every = self.steps_per_print()
+        every: float = GETTERS["steps_per_print"](self)
         if every and self.global_steps % every == 0:
             self._print_step(loss, every)
         return loss

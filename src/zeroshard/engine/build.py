@@ -55,6 +55,7 @@ from zeroshard.precision.policy import Policy
 from zeroshard.session.comm_session import CommSession
 from zeroshard.session.join import join_ranks
 from zeroshard.session.session import decline, open_session
+from zeroshard.watchdog.uncaught import shorten_uncaught
 from zeroshard.zero.access import UnitOptimState
 from zeroshard.zero.clip import DataExchange, NormExchange, num_words
 from zeroshard.zero.hooks import StepHooks
@@ -97,6 +98,7 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
     ``make_hooks`` makes :class:`StepHooks` that call functions of the engine. After an error the model
     has no hooks, and resident parameters are plain again.
     """
+    shorten_uncaught()
     check_model(given.model)
     join_ranks()
     try:
@@ -127,6 +129,7 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         return _assemble(draft, watch, make_hooks)
     except BaseException as error:
         watch.close(in_short(error))
+        shorten_uncaught()  # the session had its hook
         raise
 
 

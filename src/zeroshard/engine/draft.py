@@ -431,6 +431,11 @@ def parameter_list(model_parameters: Any) -> list[Any]:
 
 def _listed(group: dict[str, Any]) -> dict[str, Any]:
     params = group["params"]
+    if not isinstance(params, (Tensor, Iterable)):
+        raise UsageError(
+            f'a parameter group has "params": {params!r}, which is {type(params).__name__}. Give a '
+            "parameter, or a list of parameters."
+        )
     return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,18 @@ class EngineBase(nn.Module):
         self._observer = parts.observer
         self._make_savers = parts.make_savers
 
+    if TYPE_CHECKING:
+        # That of Module has every name: a type checker would take a misspelt method for a Tensor.
+        __getattr__: None  # type: ignore[misc, assignment]
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            """What Module has in its dictionaries, such as ``module``. Called for no method."""
+            try:
+                return nn.Module.__getattr__(self, name)
+            except AttributeError as error:
+                raise AttributeError(f"{error}{nearest_name(self, name)}") from None
+
     @property
     def monitors(self) -> Monitors:
         """The sinks of events. ``add(function)`` sends them to a function too. Empty but on rank 0."""
@@ -118,3 +131,19 @@ class EngineBase(nn.Module):
         vector = torch.tensor(vector_of(planned, measured), dtype=torch.float64, device=self.device)
         rows = read(self._watch.world.all_gather_small(vector, name="memory report"))
         return MemoryReport({at: rows_from_vector(row) for at, row in enumerate(rows)}, notes)
+
+
+def nearest_name(engine: nn.Module, name: str) -> str:
+    """The end of an error about an attribute that an engine does not have: what may be meant instead.
+
+    >>> nearest_name(nn.Linear(1, 1), "forwrd")
+    ". Did you mean 'forward'?"
+    """
+    if name.startswith("_"):
+        return ""
+    model = engine._modules.get("module")
+    if model is not None and hasattr(model, name):
+        return f". Its model has one: engine.module.{name}"
+    public = [each for each in dir(engine) if not each.startswith("_")]
+    near = get_close_matches(name, public, n=1, cutoff=0.7)
+    return f". Did you mean {near[0]!r}?" if near else ""

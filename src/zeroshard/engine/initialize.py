@@ -20,6 +20,7 @@ from zeroshard.engine.engine import Engine
 from zeroshard.engine.restarts import resume as load_newest
 from zeroshard.errors import ConfigError, UsageError
 from zeroshard.session.join import join_ranks
+from zeroshard.watchdog.uncaught import shorten_uncaught
 
 logger = logging.getLogger("zeroshard")
 
@@ -50,9 +51,9 @@ def initialize(
     exactly one of ``config``, ``config_params`` and ``args.deepspeed_config``. ``args.device_rank``:
     index of the GPU to train on. ``engine_type``: the class to build.
 
-    ``mesh``, ``mpu`` and ``mesh_param`` say how many ranks there are along each dimension, as the
-    configuration may do. They must agree. ``plan``: cut the model over tensor ranks, by globs and styles
-    or by "auto" (:func:`zeroshard.parallel.tensor_parallel`). DeepSpeed's ``autotp_size`` means "auto".
+    ``mesh``, ``mpu``, ``mesh_param`` and the configuration give the ranks along each dimension. They must
+    agree. ``plan``: cut the model over tensor ranks, by globs and styles or by "auto"
+    (:func:`zeroshard.parallel.tensor_parallel`). DeepSpeed's ``autotp_size`` means "auto".
 
     ``resume``: a directory of checkpoints, or "auto": the ``--checkpoint-dir`` of ``zeroshard launch``,
     else ``preemption.save_dir``. The newest one that is complete, undamaged and finite is loaded, with
@@ -63,8 +64,7 @@ def initialize(
         UsageError: the arguments do not fit together; the same text on every rank.
         CheckpointError: on every rank: the checkpoint of ``resume`` is of another model, or all damaged.
     """
-    if model is None:
-        raise UsageError("initialize() needs model=: the torch.nn.Module to train.")
+    model = _begin(model)
     sources = mesh_sources(mesh=mesh, mpu=mpu, mesh_param=mesh_param)
     if training_data is not None:
         check_dataset(training_data)
@@ -76,7 +76,7 @@ def initialize(
             lr_scheduler=lr_scheduler, device=_asked_device(args), mesh=sources, plan=plan,
         )  # fmt: skip
     except (ConfigError, UsageError) as mistake:  # of the program: our own frames say nothing
-        raise mistake.with_traceback(None)  # noqa: B904 - it is the same error
+        raise mistake.with_traceback(None)  # noqa: B904
     announce(engine)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
@@ -117,36 +117,67 @@ def _asked_device(args: Any) -> torch.device | None:
 _told: set[str] = set()  # lines that this process has logged: engines have most lines in common
 
 
-def announce(engine: Engine) -> None:
-    """Log on rank 0 what this run will do.
+class _Format(logging.Formatter):
+    """``[zeroshard]`` before every message, and "warning:" where it is one."""
 
-    Every engine has one line. The first engine of the process also has a table of values with origins,
-    and one of dtypes. Notices are logged if they are new.
+    def format(self, record: logging.LogRecord) -> str:
+        """The message as text."""
+        mark = "warning: " if record.levelno >= logging.WARNING else ""
+        return f"[zeroshard] {mark}{super().format(record)}"
+
+
+def _begin(model: nn.Module | None) -> nn.Module:
+    """Shorten errors, and let the logger write to standard output unless the program has set it up.
+
+    Returns the model. Raises UsageError if there is none.
     """
-    level = engine.settings.log_level
-    if level is not None or logger.level == logging.NOTSET:
-        logger.setLevel((level or "info").upper())
+    shorten_uncaught()
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("[zeroshard] %(message)s"))
+        handler.setFormatter(_Format())
         logger.addHandler(handler)
         logger.propagate = False
+    if model is None:
+        raise UsageError("initialize() needs model=: the torch.nn.Module to train.")
+    return model
+
+
+def announce(engine: Engine) -> None:
+    """Log on rank 0 what this run will do. What changes the training comes last, as warnings.
+
+    Every engine has one line. At the level "debug" the first engine of the process also has a table of
+    values with origins, and one of dtypes. Notices are logged if they are new.
+    """
+    if (level := engine.settings.log_level) is not None:
+        logger.setLevel(level.upper())
     if not engine.is_main_rank:
         return
-    runtime = engine.runtime
+    runtime, loaded = engine.runtime, engine.loaded
     numel = sum(unit.layout.params_numel for unit in runtime.units)
     logger.info(
         "ZeRO stage %d on %d rank(s): %.2f M parameters in %d units, transport %s, device %s",
         runtime.stage.number, engine.world_size, numel / 1e6, len(runtime.units),
         engine.transport, engine.device,
     )  # fmt: skip
-    first = () if _told else (engine.loaded.table(), engine.dtypes)
-    for text in (*first, *engine.loaded.notices, *runtime.forecast, *runtime.traffic.lines):
-        if text not in _told:
-            logger.info("%s", text)
-            _told.add(text)
+    if not _told:
+        _told.add("")
+        logger.info('"log_level": "debug" prints every value with its origin, and the dtypes')
+        logger.debug("%s", loaded.table())
+        logger.debug("%s", engine.dtypes)
     if engine.settings.dump_state:
-        logger.info("%s", engine.loaded.table(every_key=True))
+        logger.info("%s", loaded.table(every_key=True))
+    neutral = (text for text in loaded.notices if text not in loaded.warnings)
+    _tell_new(logging.INFO, (*neutral, *runtime.forecast, *runtime.traffic.lines))
+    _tell_new(logging.WARNING, loaded.warnings)
+
+
+def _tell_new(level: int, texts: Iterable[str]) -> None:
+    for text in texts:
+        if text not in _told:
+            logger.log(level, "%s", text)
+            _told.add(text)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

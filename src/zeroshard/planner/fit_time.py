@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeroshard.config.machine_file import MachineFile, Values
-from zeroshard.core.sizes import size_text
+from zeroshard.core.sizes import gib_text
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import UsageError
 from zeroshard.planner.candidates import (
@@ -433,7 +433,7 @@ def _judged(
     if kind in search.untimed:
         return Judged(own, None, None, False, f"not timed: {search.untimed[kind]}")
     if kind in search.too_large:
-        why = f"does not fit: its states alone take {size_text(search.too_large[kind])} or more"
+        why = f"does not fit: its states alone take {gib_text(search.too_large[kind])} or more"
         return Judged(own, None, None, False, why)
     if kind in search.left_out:
         least_s = search.left_out[kind]
@@ -445,7 +445,7 @@ def _judged(
     if own == chosen:
         why = "chosen"
     elif over > 0:
-        why = f"does not fit: {size_text(over)} too much"
+        why = f"does not fit: {gib_text(over)} too much"
     elif chosen is None or seconds is None:
         why = "fits"
     else:

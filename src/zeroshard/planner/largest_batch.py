@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from zeroshard.core.sizes import size_text
+from zeroshard.core.sizes import gib_text
 from zeroshard.errors import UsageError
 
 MOST = 2**20
@@ -30,8 +30,8 @@ def largest_batch(peak_nbytes: Callable[[int], int], limit_nbytes: int) -> tuple
     fits, fits_nbytes = 1, peak_nbytes(1)
     if fits_nbytes > limit_nbytes:
         raise UsageError(
-            f"no micro-batch fits {size_text(limit_nbytes)}: one sample needs "
-            f"{size_text(fits_nbytes)}, {size_text(fits_nbytes - limit_nbytes)} too much. Use shorter "
+            f"no micro-batch fits {gib_text(limit_nbytes)}: one sample needs "
+            f"{gib_text(fits_nbytes)}, {gib_text(fits_nbytes - limit_nbytes)} too much. Use shorter "
             "samples, activation checkpointing, a higher stage, offload or more ranks."
         )
     known = [(fits, fits_nbytes)]
@@ -44,7 +44,7 @@ def largest_batch(peak_nbytes: Callable[[int], int], limit_nbytes: int) -> tuple
             over = guess
         elif guess >= MOST:
             raise UsageError(
-                f"a micro-batch of {MOST:,} samples fits {size_text(limit_nbytes)}, and more are not "
+                f"a micro-batch of {MOST:,} samples fits {gib_text(limit_nbytes)}, and more are not "
                 "tried: memory does not limit the batch. Give --batch a number."
             )
         else:

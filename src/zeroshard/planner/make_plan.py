@@ -17,6 +17,7 @@ from zeroshard.config.parse import read_source
 from zeroshard.core.ledger import TEMPORARY
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.mesh_sources import resolve_mesh
+from zeroshard.core.sizes import gib, gib_text
 from zeroshard.errors import UsageError
 from zeroshard.parallel.schedules import settled_after
 from zeroshard.planner.assumptions import (
@@ -330,9 +331,18 @@ def _peak_of_both(found: Simulation) -> int:
 def _stage_needs(found: Simulation, peak_nbytes: int) -> StageNeeds:
     rows = [row for row in found.memory if row.category not in TEMPORARY]
     states = sum(row.measured for row in rows if row.tier == "device")
-    sent = sum(prod(each.shape) for each in found.messages if each.kind == "send")
+    sent = [each for each in found.messages if each.kind == "send"]
+    numel = sum(prod(each.shape) for each in sent)
+    nbytes = sum(prod(each.shape) * each.dtype.itemsize for each in sent)
     return StageNeeds(
-        found.rank, found.params_numel, states, peak_nbytes, found.in_flight, sent, found.kept
+        found.rank,
+        found.params_numel,
+        states,
+        peak_nbytes,
+        found.in_flight,
+        numel,
+        nbytes,
+        found.kept,
     )
 
 
@@ -404,15 +414,15 @@ def device_memory(machine: MachineFile, communicators: int) -> tuple[int, str]:
     whole = device.memory_bytes.value
     context, each = device.context_bytes, device.communicator_bytes
     taken = context.value if context else 0.0
-    parts = [f"{taken / 1e9:.2f} for the device's context ({context.source})"] if context else []
+    parts = [f"{gib(round(taken))} for the device's context ({context.source})"] if context else []
     if each and communicators:
         taken += communicators * each.value
         parts.append(
-            f"{communicators} x {each.value / 1e9:.2f} for communicators of NCCL ({each.source}; those "
+            f"{communicators} x {gib(round(each.value))} for communicators of NCCL ({each.source}; those "
             "that the program itself opens are not known)"
         )
     rest = f", of which {' and '.join(parts)} are not for tensors" if parts else ""
-    return round(whole - taken), f"the device has {whole / 1e9:.2f} GB{rest}"
+    return round(whole - taken), f"the device has {gib_text(round(whole))}{rest}"
 
 
 def plan_of_largest_batch(

@@ -9,7 +9,7 @@ from typing import Any
 from zeroshard.core.ledger import TEMPORARY
 from zeroshard.core.mesh import Mesh
 from zeroshard.planner.allocations import Moment
-from zeroshard.planner.assumptions import NOT_MODELLED
+from zeroshard.planner.assumptions import NOT_MODELLED, PROCESS_NBYTES
 from zeroshard.planner.gpu_kernels import Target
 from zeroshard.planner.simulated import OUTSIDE_STEP, Simulation, highest
 from zeroshard.planner.step_time import StepTime
@@ -20,7 +20,8 @@ from zeroshard.planner.timeline import columns, timeline
 class StageNeeds:
     """What one rank of a pipeline stage needs. ``in_flight``: micro-batches whose activations it keeps.
 
-    ``sent_numel``: elements that it sends to other stages in a step. ``kept_units``: as for a plan.
+    ``sent_numel`` and ``sent_nbytes``: what it sends to other stages in a step. ``kept_units``: as for a
+    plan.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class StageNeeds:
     peak_nbytes: int
     in_flight: int
     sent_numel: int
+    sent_nbytes: int
     kept_units: tuple[str, ...]
 
 
@@ -137,6 +139,7 @@ class Plan:
             "fits": self.fits, "limit_nbytes": self.limit_nbytes,
             "spare_nbytes": self.spare_nbytes, "peak_nbytes": self.peak_nbytes,
             "one_more_nbytes": self.one_more_nbytes,
+            "process_nbytes": PROCESS_NBYTES,
             "peak_phase": self.peak_phase, "states_nbytes": self.states_nbytes(),
             "step_peak": {
                 "phase": name, "op": top.op, "module": top.module, "unit": self.unit_of(top),

@@ -14,7 +14,8 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from zeroshard.core.hidden import HIDDEN
-from zeroshard.core.sizes import decimal_text, mib, size_text
+from zeroshard.core.sizes import gib, gib_text
+from zeroshard.planner.assumptions import PROCESS_NBYTES
 from zeroshard.planner.candidates import Fit, Judged, StrategyKind
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
 from zeroshard.planner.plan import Change, Plan
@@ -78,8 +79,8 @@ def show_fit(fit: Fit, console: Console, *, verbose: bool = False) -> None:
     if fit.chosen is None:
         over = fit.plan.peak_nbytes - limit
         console.print(
-            f"nothing fits {size_text(limit)}: the smallest of {fit.count} configurations needs "
-            f"{size_text(fit.plan.peak_nbytes)}, {size_text(over)} too much. Use more ranks or "
+            f"nothing fits {gib_text(limit)}: the smallest of {fit.count} configurations needs "
+            f"{gib_text(fit.plan.peak_nbytes)}, {gib_text(over)} too much. Use more ranks or "
             "shorter samples.",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
@@ -108,7 +109,7 @@ def show_fit(fit: Fit, console: Console, *, verbose: bool = False) -> None:
         larger = fit.larger
         console.print(
             f"the next micro-batch, {larger.candidate.micro_batch}: {larger.why} "
-            f"({size_text(larger.peak_nbytes or 0)})",
+            f"({gib_text(larger.peak_nbytes or 0)})",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     for sizes, why in fit.refused.items():
@@ -143,7 +144,7 @@ def _best_of_kinds(fit: Fit) -> Table:
         table.add_row(
             kind.strategy.text, _yes(kind.checkpointing),
             *(str(best.candidate.sizes.by_axis[axis]) for axis in axes),
-            str(best.candidate.micro_batch), size_text(peak), "" if seconds is None else _s(seconds),
+            str(best.candidate.micro_batch), gib_text(peak), "" if seconds is None else _s(seconds),
             escape(best.why),
         )  # fmt: skip
     return table
@@ -172,18 +173,18 @@ def headline(plan: Plan) -> str:
     """Whether the run fits, by how much, on which rank, and which device that is."""
     device = {"cpu": "CPU", "cuda": "GPU"}[plan.target]
     peak = (
-        f"peak {size_text(plan.peak_nbytes)} in {plan.peak_phase} on rank {plan.simulation.rank}, "
+        f"peak {gib_text(plan.peak_nbytes)} in {plan.peak_phase} on rank {plan.simulation.rank}, "
         f"a {device}"
     )
     if plan.spare_nbytes is None or plan.limit_nbytes is None:
         return f"{peak}; no --memory given, so nothing to compare with"
     spare = plan.spare_nbytes
     verdict = (
-        f"fits, {size_text(spare)} to spare"
+        f"fits, {gib_text(spare)} to spare"
         if plan.fits
-        else f"does not fit: {size_text(-spare)} too much"
+        else f"does not fit: {gib_text(-spare)} too much"
     )
-    return f"{verdict} of {size_text(plan.limit_nbytes)}; {peak}"
+    return f"{verdict} of {gib_text(plan.limit_nbytes)}; {peak}"
 
 
 def outside_lines(plan: Plan) -> Iterator[str]:
@@ -195,11 +196,11 @@ def outside_lines(plan: Plan) -> Iterator[str]:
     if plan.limit_nbytes is not None:
         spare = plan.limit_nbytes - peak
         verdict = (
-            f" fits, {size_text(spare)} to spare"
+            f" fits, {gib_text(spare)} to spare"
             if spare >= 0
-            else f" does not fit: {size_text(-spare)} too much"
+            else f" does not fit: {gib_text(-spare)} too much"
         )
-    yield f"a step alone{verdict or ' needs less'}; peak {size_text(peak)} in {plan.step_phase}"
+    yield f"a step alone{verdict or ' needs less'}; peak {gib_text(peak)} in {plan.step_phase}"
     if plan.peak_phase != "init":
         return
     if plan.mesh.tensor > 1:
@@ -226,7 +227,7 @@ def _parts(plan: Plan, verbose: bool) -> Iterator[str | Table]:
     yield (
         f"{plan.model}: {found.params_numel:,} parameters, stage {plan.stage}, {plan.mesh.text}, "
         f"micro-batch {plan.micro_batch}; "
-        f"state at rest {decimal_text(plan.states_nbytes())}"
+        f"state at rest {gib_text(plan.states_nbytes())}"
     )
     if plan.stages:
         yield _stages(plan)
@@ -251,7 +252,7 @@ def _one_more(plan: Plan) -> Iterator[str]:
         over = plan.one_more_nbytes - plan.limit_nbytes
         yield (
             f"micro-batch {plan.micro_batch} is the largest that fits: {plan.micro_batch + 1} needs "
-            f"{plan.one_more_nbytes:,} bytes, {over:,} too many"
+            f"{gib_text(plan.one_more_nbytes)}, {gib_text(over)} too much"
         )
 
 
@@ -269,8 +270,8 @@ def _file_lines(found: Simulation) -> Iterator[str]:
     if found.file_nbytes:
         read, written = found.swapped
         yield (
-            f"disk: {found.file_nbytes:,} bytes of files; a step reads {read:,} bytes and writes "
-            f"{written:,}"
+            f"disk: {gib_text(found.file_nbytes)} of files; a step reads {gib_text(read)} and writes "
+            f"{gib_text(written)}"
         )
     if found.checkpoint is not None:
         yield checkpoint_line(found.checkpoint)
@@ -304,19 +305,19 @@ def change_lines(changes: Sequence[Change]) -> Iterator[str]:
     for number, each in enumerate(changes, start=1):
         how = "predicted" if each.predicted else "assumed"
         yield (
-            f"  {number}. {each.text}: peak {size_text(each.peak_nbytes)}, "
-            f"{size_text(each.freed_nbytes)} less; a step takes {each.slowdown:+.0%} ({how})"
+            f"  {number}. {each.text}: peak {gib_text(each.peak_nbytes)}, "
+            f"{gib_text(each.freed_nbytes)} less; a step takes {each.slowdown:+.0%} ({how})"
         )
         yield f"     {each.line}"
 
 
 def checkpoint_line(needs: CheckpointNeeds) -> str:
     """What a checkpoint needs on the rank, as a sentence."""
-    copied = f", a copy of {mib(needs.copy_nbytes)} MiB" if needs.copy_nbytes else ""
+    copied = f", a copy of {gib_text(needs.copy_nbytes)}" if needs.copy_nbytes else ""
     return (
-        f"a checkpoint: this rank writes {sum(needs.files.values()):,} bytes in {len(needs.files)} "
-        f"file(s); host memory to save {mib(needs.write_nbytes)} MiB{copied}, to load at most "
-        f"{mib(needs.read_nbytes)} MiB"
+        f"a checkpoint: this rank writes {gib_text(sum(needs.files.values()))} in {len(needs.files)} "
+        f"file(s); host memory to save {gib_text(needs.write_nbytes)}{copied}, to load at most "
+        f"{gib_text(needs.read_nbytes)}"
     )
 
 
@@ -364,7 +365,7 @@ def _s(seconds: float) -> str:
 
 def _stages(plan: Plan) -> Table:
     names = (
-        "stage", "rank", "parameters", "states,\nMiB", "peak,\nMiB", "in\nflight", "elements\nsent",
+        "stage", "rank", "parameters", "states,\nGiB", "peak,\nGiB", "in\nflight", "sent,\nGiB",
         *(("computes", "waits") if plan.stage_times else ()),
     )  # fmt: skip
     title = "pipeline stages; what follows is of the one with the highest peak"
@@ -372,8 +373,8 @@ def _stages(plan: Plan) -> Table:
     for at, each in enumerate(plan.stages):
         timings = [time.timing for time in plan.stage_times[at : at + 1]]
         table.add_row(
-            *(str(at), str(each.rank), f"{each.parameters:,}", mib(each.states_nbytes)),
-            *(mib(each.peak_nbytes), str(each.in_flight), f"{each.sent_numel:,}"),
+            *(str(at), str(each.rank), f"{each.parameters:,}", gib(each.states_nbytes)),
+            *(gib(each.peak_nbytes), str(each.in_flight), gib(each.sent_nbytes)),
             *(cell for own in timings for cell in (_s(own.compute_s), _s(own.stages_s))),
         )
     return table
@@ -381,39 +382,37 @@ def _stages(plan: Plan) -> Table:
 
 def _phases(plan: Plan) -> Table:
     moments = plan.simulation.moments
-    table = _table(("category", "tier"), list(moments), title="MiB at the peak of each phase")
+    table = _table(("category", "tier"), list(moments), title="GiB at the peak of each phase")
     keys = dict.fromkeys(key for m in moments.values() for key, n in m.held.items() if n)
     for category, tier in keys:
         cells = [m.held.get((category, tier), 0) for m in moments.values()]
-        table.add_row(category, tier, *map(mib, cells))
-    table.add_row("others", "device", *(mib(m.activations_nbytes) for m in moments.values()))
-    table.add_row("all", "device", *(mib(m.device_nbytes) for m in moments.values()))
+        table.add_row(category, tier, *map(gib, cells))
+    table.add_row("others", "device", *(gib(m.activations_nbytes) for m in moments.values()))
+    table.add_row("all", "device", *(gib(m.device_nbytes) for m in moments.values()))
+    table.add_row("interpreter, torch", "host", *[gib(PROCESS_NBYTES)] * len(moments))
     return table
 
 
 def _largest(plan: Plan) -> Table:
-    table = _table((), ("MiB",), title="largest at the peak of a step")
+    table = _table((), ("GiB",), title="largest at the peak of a step")
     for name in ("made by", "shape", "phase", "module"):
         table.add_column(name)
     for row in plan.simulation.largest[:10]:
         shape = f"{row.dtype} {list(row.shape)}"
-        table.add_row(mib(row.nbytes), row.op, escape(shape), row.phase, escape(row.module))
+        table.add_row(gib(row.nbytes), row.op, escape(shape), row.phase, escape(row.module))
     return table
 
 
 def _traffic(plan: Plan) -> Table:
     calls: Counter[tuple[str, str]] = Counter()
-    numel: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
     for row in plan.simulation.traffic:
         key = row.group, row.op
         calls[key] += row.calls
-        numel[key] += row.numel
-        sent[key] += row.sent_numel
-    names = ("calls", "elements", "sent")
-    table = _table(("group", "collective"), names, title="traffic of a step")
+        sent[key] += row.sent_nbytes
+    table = _table(("group", "collective"), ("calls", "sent, GiB"), title="traffic of a step")
     for key in calls:
-        table.add_row(*key, f"{calls[key]:,}", f"{numel[key]:,}", f"{sent[key]:,}")
+        table.add_row(*key, f"{calls[key]:,}", gib(sent[key]))
     return table
 
 

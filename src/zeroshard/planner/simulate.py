@@ -427,12 +427,13 @@ def _traffic(engine: Engine, log: CallLog) -> Iterator[Traffic]:
             if entry.calls:
                 yield Traffic(
                     group, entry.op.partition(" ")[0], entry.name, entry.calls,
-                    entry.payload_numel, entry.sent_numel,
+                    entry.payload_numel, entry.sent_numel, entry.sent_nbytes,
                 )  # fmt: skip
     for (op, ranks), calls in log.layers.items():
         yield Traffic(
-            group_name(mesh, rank, ranks), op, "layers", calls.calls, calls.numel, calls.sent_numel
-        )
+            group_name(mesh, rank, ranks), op, "layers", calls.calls, calls.numel,
+            calls.sent_numel, calls.sent_nbytes,
+        )  # fmt: skip
 
 
 def group_name(mesh: Mesh, rank: int, ranks: Sequence[int]) -> str:

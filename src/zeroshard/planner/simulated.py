@@ -21,7 +21,7 @@ class Traffic:
 
     ``group``: "all ranks", "tensor", "shards" (a shard group), "replicas"... ``name``: the unit, or what
     is exchanged; "layers" for collectives that layers call. ``numel``: elements of the full tensors.
-    ``sent_numel``: of these, what this rank sends to others.
+    ``sent_numel``: of these, what this rank sends to others, and ``sent_nbytes``: its bytes.
     """
 
     group: str
@@ -30,6 +30,7 @@ class Traffic:
     calls: int
     numel: int
     sent_numel: int
+    sent_nbytes: int
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroshard.errors import UsageError
 from zeroshard.report.curves import BUCKETS, ROWS, bar_chart, buckets, line_chart
 from zeroshard.report.record import Points, RunRecord, evidence, quantiles, read_records
 from zeroshard.report.render import Figure, render
@@ -74,7 +75,22 @@ def make_page(folder: Path) -> str:
         num_others=len(others),
         others=[_in_short(record) for record in others[-MAX_IN_TABLE:]],
         evidence=evidence(folder),
+        failure=_failure(folder) if any(record.reason != "" for record in records) else "",
     )
+
+
+def _failure(folder: Path) -> str:
+    """Why the run ended, as ``zeroshard explain`` says it, and the traceback; "" if nothing is known.
+
+    The record is that of rank 0, whose error only says that another rank has left.
+    """
+    try:
+        from zeroshard.watchdog.dead_run import explain_run, text_of  # imports torch
+
+        found = explain_run(folder)
+    except (UsageError, ImportError):  # it lives, or no rank left anything; there is no torch
+        return ""
+    return "\n\n".join(filter(None, (text_of(found), found.trace.strip())))
 
 
 def _in_short(record: RunRecord) -> tuple[str, ...]:

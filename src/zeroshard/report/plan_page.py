@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zeroshard.core.sizes import GIB, mib, size_text
+from zeroshard.core.sizes import GIB, gib, gib_text
 from zeroshard.report.curves import ROWS, area_chart, bar_chart
 from zeroshard.report.render import Figure, render
 
@@ -47,13 +47,13 @@ def plan_page(plan: Mapping[str, Any], config: Sequence[tuple[str, str, str]]) -
 
 def verdict(plan: Mapping[str, Any]) -> str:
     """Whether the run fits, by how much, on which rank."""
-    peak = f"peak {size_text(plan['peak_nbytes'])} in {plan['peak_phase']} on rank {plan['rank']}"
+    peak = f"peak {gib_text(plan['peak_nbytes'])} in {plan['peak_phase']} on rank {plan['rank']}"
     spare, limit = plan["spare_nbytes"], plan["limit_nbytes"]
     if limit is None:
         return f"{peak}; no memory of a device was given, so nothing to compare with"
     if plan["fits"]:
-        return f"fits, {size_text(spare)} to spare of {size_text(limit)}; {peak}"
-    return f"does not fit: {size_text(-spare)} too much for {size_text(limit)}; {peak}"
+        return f"fits, {gib_text(spare)} to spare of {gib_text(limit)}; {peak}"
+    return f"does not fit: {gib_text(-spare)} too much for {gib_text(limit)}; {peak}"
 
 
 def _change(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ def _change(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         row["text"],
         row["line"],
-        size_text(row["peak_nbytes"]),
+        gib_text(row["peak_nbytes"]),
         f"{row['slowdown']:+.0%} ({how})",
     )
 
@@ -72,13 +72,13 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "ZeRO stage", str(plan["stage"])
     yield "micro-batch", str(plan["micro_batch"])
     yield "operations of", plan["target"]
-    yield "state at rest", f"{plan['states_nbytes'] / 1e9:.2f} GB on the device of each rank"
+    yield "state at rest", f"{gib_text(plan['states_nbytes'])} on the device of each rank"
     for number, stage in enumerate(plan["pipeline_stages"]):
         yield (
             f"pipeline stage {number}",
             (
                 f"rank {stage['rank']}: {stage['parameters']:,} parameters, peak "
-                f"{size_text(stage['peak_nbytes'])}, {stage['in_flight']} micro-batches in flight"
+                f"{gib_text(stage['peak_nbytes'])}, {stage['in_flight']} micro-batches in flight"
                 + (
                     f"; computes {_s(stage['compute_s'])} of a step, waits {_s(stage['waits_s'])}"
                     if "waits_s" in stage
@@ -91,20 +91,20 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield (
             "checkpoint",
             (
-                f"{sum(needs['files'].values()):,} bytes in {len(needs['files'])} file(s) of this rank; "
-                f"at most {size_text(host)} of host memory to save or load it"
+                f"{gib_text(sum(needs['files'].values()))} in {len(needs['files'])} file(s) of this "
+                f"rank; at most {gib_text(host)} of host memory to save or load it"
             ),
         )
     if (disk := plan["disk"])["file_nbytes"]:
         yield (
             "disk",
             (
-                f"{disk['file_nbytes']:,} bytes of files; a step reads {disk['read_nbytes']:,} bytes and "
-                f"writes {disk['written_nbytes']:,}"
+                f"{gib_text(disk['file_nbytes'])} of files; a step reads "
+                f"{gib_text(disk['read_nbytes'])} and writes {gib_text(disk['written_nbytes'])}"
             ),
         )
     if plan["one_more_nbytes"] is not None:
-        yield "one more sample", f"needs {size_text(plan['one_more_nbytes'])}, which does not fit"
+        yield "one more sample", f"needs {gib_text(plan['one_more_nbytes'])}, which does not fit"
     if plan["time"] is None:
         yield "time of a step", "not planned: no machine was given"
         return
@@ -133,12 +133,12 @@ def _peak(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _largest(row: Mapping[str, Any]) -> tuple[str, ...]:
     shape = f"{row['dtype']} {list(row['shape'])}"
-    return mib(row["nbytes"]), row["op"], shape, row["phase"], row["module"], row["line"]
+    return gib(row["nbytes"]), row["op"], shape, row["phase"], row["module"], row["line"]
 
 
 def _state(row: Mapping[str, Any]) -> tuple[str, ...]:
-    planned = "" if row["planned"] is None else mib(row["planned"])
-    return row["category"], row["tier"], planned, mib(row["measured"])
+    planned = "" if row["planned"] is None else gib(row["planned"])
+    return row["category"], row["tier"], planned, gib(row["measured"])
 
 
 def _phases(plan: Mapping[str, Any]) -> Figure:
@@ -154,11 +154,12 @@ def _phases(plan: Mapping[str, Any]) -> Figure:
         bars[phase] = {"device": moment["device_nbytes"] / GIB}
     for key in (("others", "device"), ("all", "device")):  # at the end
         cells[key] = cells.pop(key, {})
+    cells["interpreter, torch", "host"] = dict.fromkeys(phases, plan["process_nbytes"])
     return Figure(
         "Peak of each phase",
         bar_chart(bars, "GiB on the device"),
-        ("category, MiB", "tier", *phases),
-        [(*key, *(mib(row.get(phase, 0)) for phase in phases)) for key, row in cells.items()],
+        ("category, GiB", "tier", *phases),
+        [(*key, *(gib(row.get(phase, 0)) for phase in phases)) for key, row in cells.items()],
         '"init" is everything before the first step; "save" and "load" are those of a checkpoint after '
         'the step. "others" are activations, temporaries of '
         "operations, and gradients before they are in a buffer.",
@@ -180,11 +181,11 @@ def _timeline(plan: Mapping[str, Any]) -> Figure:
             limit=None if limit is None else limit / GIB,
             mark=whole.index(max(whole)) if whole else None,
         ),
-        ("allocation", "phase", "device, MiB", "others", *names),
+        ("allocation", "phase", "device, GiB", "others", *names),
         [
             (
-                f"{line['allocation'][at]:,}", line["phase"][at], mib(whole[at]),
-                mib(line["others"][at]), *(mib(row[at]) for row in columns),
+                f"{line['allocation'][at]:,}", line["phase"][at], gib(whole[at]),
+                gib(line["others"][at]), *(gib(row[at]) for row in columns),
             )
             for at in kept
         ],
@@ -224,21 +225,21 @@ def _traffic(plan: Mapping[str, Any]) -> Figure:
             r["op"],
             f"{r['calls']:,}",
             f"{r['numel']:,}",
-            f"{r['sent_numel']:,}",
+            gib(r["sent_nbytes"]),
         )
         for r in plan["traffic"]
     ]
     totals: dict[str, list[int]] = {}
     for row in plan["traffic"]:
-        total = totals.setdefault(row["op"], [0, 0, 0])
-        for at, key in enumerate(("calls", "numel", "sent_numel")):
+        total = totals.setdefault(row["op"], [0, 0])
+        for at, key in enumerate(("calls", "numel")):
             total[at] += row[key]
     text = "; ".join(f"{op}: {n[0]:,} calls, {n[1]:,} elements" for op, n in totals.items())
     left_out = len(rows) - MAX_ROWS
     return Figure(
         "Traffic of a step by unit",
         bar_chart(bars or {"nothing": {"all_gather": 0.0}}, "million elements of the whole tensors"),
-        ("unit", "group", "collective", "calls", "elements", "elements that the rank sends"),
+        ("unit", "group", "collective", "calls", "elements", "sent by the rank, GiB"),
         rows[:MAX_ROWS],
         f"In all: {text or 'nothing'}."
         + (f" The {MAX_UNITS} units that move the most are drawn." if len(moved) > MAX_UNITS else "")

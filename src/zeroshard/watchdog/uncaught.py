@@ -6,8 +6,10 @@ the diagnosis.
 
 A diagnosis names another rank as the cause. Where this rank waited inside torch and this package explains
 nothing, and would hide the traceback of the rank that failed. So only frames of the program are printed.
+The same holds for a mistake of the program, whose message says what to do.
 
-Where nobody catches an error, Python calls ``sys.excepthook``, which is replaced while an engine is open.
+Where nobody catches an error, Python calls ``sys.excepthook``, which is replaced from the first call of
+``initialize`` on, and while an engine is open.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Protocol
 
-from zeroshard.errors import DistributedError
+from zeroshard.errors import DistributedError, UnitStateError, ZeroShardError
 from zeroshard.watchdog.rank_status import OWN_FILES
 
 
@@ -33,11 +35,16 @@ _OPEN: weakref.WeakSet[Explains] = weakref.WeakSet()
 _before = sys.excepthook
 
 
-def watch_uncaught(session: Explains) -> None:
-    """Shorten uncaught diagnoses from now on, and ask ``session`` about other errors."""
+def shorten_uncaught() -> None:
+    """Print uncaught errors of this package without its frames from now on."""
     global _before
     if sys.excepthook is not _hook:
         _before, sys.excepthook = sys.excepthook, _hook
+
+
+def watch_uncaught(session: Explains) -> None:
+    """Shorten uncaught errors from now on, and ask ``session`` about those of others."""
+    shorten_uncaught()
     _OPEN.add(session)
 
 
@@ -56,6 +63,9 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
             break
     if isinstance(error, DistributedError):
         error.__cause__, error.__suppress_context__ = None, True
+    if isinstance(error, ZeroShardError) and not isinstance(error, UnitStateError):
+        if isinstance(error.__cause__, ZeroShardError):  # its text is in the message
+            error.__cause__, error.__suppress_context__ = None, True
         trace = of_program(trace)
         error = error.with_traceback(trace)
     _before(kind, error, trace)
