@@ -445,8 +445,11 @@ class Config(Section):
     data_parallel_size: Count | None = honour(
         None, "Number of ranks that train on different samples: data_replicate x data_shard."
     )
-    use_data_before_expert_parallelism: Flag = later(
-        False, "Order in which expert groups are made."
+    use_data_before_expert_parallelism: Flag = honour(
+        False,
+        "Which ranks share the experts of a layer. false: neighbours; true: ranks that are as far apart "
+        "as "
+        "possible, so that neighbours hold the same experts.",
     )
     expert_parallel: Free = not_yet(
         dict, "Expert parallelism. autoep_size is another name of parallel.expert. 1: not given."

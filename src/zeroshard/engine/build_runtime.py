@@ -149,7 +149,7 @@ def _plan_bytes(
         offload_plan=offload_plan,
     )
     return [
-        replace(row, rank=gathers_of(spec, watch).rank) if spec.tie else row
+        replace(row, rank=gathers_of(spec, watch).rank) if spec.tie or spec.experts > 1 else row
         for spec, row in zip(draft.specs, plan, strict=True)
     ]
 

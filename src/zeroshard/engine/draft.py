@@ -26,6 +26,7 @@ from zeroshard.engine.restarts import batch_of_run
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
 from zeroshard.engine.wrapping import cut_block
 from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.experts.placement import place_experts
 from zeroshard.metrics.monitors import Monitors, build_monitors
 from zeroshard.metrics.sinks import check_packages
 from zeroshard.optim.factory import build_optimizer
@@ -77,6 +78,7 @@ class Draft:
     scheduler: Any
     monitors: Monitors
     head_copies: tuple[int, ...]  # how many tensor ranks share key/value heads, each number once
+    expert_sizes: tuple[int, ...]  # how many ranks share the experts of a layer, likewise
 
     @property
     def num_terms(self) -> int:
@@ -109,9 +111,9 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         run_batch=batch_of_run(),
     )
     assert loaded.mesh is not None  # the configuration is read for training
-    mesh = loaded.mesh.mesh
-    coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     settings = loaded.config
+    mesh = replace(loaded.mesh.mesh, data_before_expert=settings.use_data_before_expert_parallelism)
+    coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     check_packages(settings)
     if settings.preemption.save_dir is not None:
         check_can_save_in(settings.preemption.save_dir)
@@ -119,6 +121,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     given = cut_tensor(given, mesh, loaded)  # before, because plans name layers of all stages
     note_kinds(model.parameters())
     copies = head_copies(model.parameters())  # of all stages: every rank opens the same groups
+    experts = place_experts(model, mesh, rank_info.rank, loaded.origins["parallel.expert"])
     policy = policy_from(settings)
     if isinstance(model, PipelineModel):
         model.keep(mesh.coordinate(rank_info.rank)["pipeline"], mesh.pipeline)
@@ -130,8 +133,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     check_is_cut(blocks.values(), mesh, loaded.origins["parallel.tensor"])
     check_adapters(given.model, mesh)
     device_nbytes = memory_nbytes(device)
-    if rank_info.is_main_rank and (said := cut_block(model, settings, device_nbytes)):
-        logger.info("%s", said)
+    _tell_cut(model, settings, device_nbytes, rank_info)
     specs = plan_units(
         model, settings, policy, inner,
         num_shards=len(mesh.group(rank_info.rank, SHARDS)),
@@ -144,8 +146,13 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         model, rank_info, mesh, coordinate, loaded, device, policy, inner, probes, specs,
         make_scheduler(given.lr_scheduler, inner, settings),
         build_monitors(settings) if rank_info.is_main_rank else Monitors(),
-        copies,
+        copies, experts,
     )  # fmt: skip
+
+
+def _tell_cut(model: nn.Module, settings: Config, device_nbytes: int, rank_info: RankInfo) -> None:
+    if rank_info.is_main_rank and (said := cut_block(model, settings, device_nbytes)):
+        logger.info("%s", said)
 
 
 _INIT = "the model was built under zero.Init, which shards every parameter over all ranks"
