@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from kit import config
 from support import expert_models as tiny
 from support.covering import each_value
-from support.expert_models import Run, Setting, StarvingGate
+from support.expert_models import Run, Setting
+from support.expert_runs import opened, trained
 from zeroshard_testing import on_ranks
 
-import zeroshard
-
 STAGES = (0, 1, 2, 3)
-
-
-@contextlib.contextmanager
-def opened(
-    setting: Setting, ep_size: int, stage: int, dtype: torch.dtype = torch.float64, **keys: Any
-) -> Iterator[zeroshard.Engine]:
-    asked = config(
-        stage,
-        train_micro_batch_size_per_gpu=tiny.SAMPLES,
-        gradient_accumulation_steps=setting.micro,
-        gradient_clipping=tiny.CLIP,
-        optimizer={"type": "AdamW", "params": {"lr": tiny.LR, "weight_decay": 0.01}},
-        **{"unit_min_numel": 1, **keys},
-    )
-    engine, *_ = zeroshard.initialize(model=tiny.model(setting, ep_size, dtype), config=asked)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-def trained(engine: zeroshard.Engine, setting: Setting, steps: int = tiny.STEPS) -> Run:
-    run = Run()
-    for step in tiny.batches(setting, engine.dp_size)[:steps]:
-        for micro in step:
-            StarvingGate.data_rank = engine.dp_rank
-            words = micro[engine.dp_rank]
-            engine.backward(tiny.loss_of(engine(words), words))
-            engine.step()
-        run.losses.append(float(engine.last_step.loss))
-        run.norms.append(engine.get_global_grad_norm())
-    run.params = {name: param.clone() for name, param in engine.iter_full_params()}
-    return run
 
 
 def assert_equal(found: Run, expected: Run, tolerance: float = 1e-12) -> None:

@@ -122,6 +122,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     note_kinds(model.parameters())
     copies = head_copies(model.parameters())  # of all stages: every rank opens the same groups
     experts = place_experts(model, mesh, rank_info.rank, loaded.origins["parallel.expert"])
+    mesh = replace(mesh, expert=max(experts, default=1))
     policy = policy_from(settings)
     if isinstance(model, PipelineModel):
         model.keep(mesh.coordinate(rank_info.rank)["pipeline"], mesh.pipeline)
