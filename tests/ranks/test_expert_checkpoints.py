@@ -1,4 +1,4 @@
-"""Checkpoints of ranks that share experts: any other number of ranks and of sharing ranks continues them."""
+"""Checkpoints of ranks that share experts: other numbers of ranks, and of sharing ranks, continue them."""
 
 from __future__ import annotations
 

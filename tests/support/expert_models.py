@@ -28,6 +28,7 @@ class Setting:
     hungry: int | None = None
     depth: int = 2
     capacity: float = 1.0
+    balance: float = 0.01
 
 
 class StarvingGate(TopKGate):
@@ -49,7 +50,8 @@ class StarvingGate(TopKGate):
 class Block(nn.Module):
     def __init__(self, setting: Setting, ep_size: int, **more: Any) -> None:
         super().__init__()
-        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
         self.moe = MoE(
             WIDTH,
             lambda: nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH)),
@@ -62,7 +64,7 @@ class Block(nn.Module):
         gate.starved, gate.hungry = setting.starved, setting.hungry
 
     def forward(self, x_BTM: Tensor) -> Tensor:
-        x_BTM = x_BTM + torch.tanh(self.mix(self.norm(x_BTM)))
+        x_BTM = x_BTM + self.down(torch.tanh(self.up(self.norm(x_BTM))))
         return x_BTM + self.moe(x_BTM)[0]
 
 
@@ -93,10 +95,10 @@ def batches(setting: Setting, data: int) -> Tensor:
     return torch.randint(0, VOCAB, shape, generator=draw)
 
 
-def loss_of(found: tuple[Tensor, Tensor], words: Tensor) -> Tensor:
+def loss_of(found: tuple[Tensor, Tensor], words: Tensor, balance: float = 0.01) -> Tensor:
     logits, aux = found
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide.flatten(0, 1), words.roll(-1, 1).flatten()) + 0.01 * aux
+    return F.cross_entropy(wide.flatten(0, 1), words.roll(-1, 1).flatten()) + balance * aux
 
 
 @dataclass
@@ -116,7 +118,7 @@ def in_one_process(setting: Setting, data: int) -> Run:
         for micro in step:
             for rank, words in enumerate(micro):
                 StarvingGate.data_rank = rank
-                loss = loss_of(net(words), words) / data / setting.micro
+                loss = loss_of(net(words), words, setting.balance) / data / setting.micro
                 loss.backward()
                 total += loss.item()
         run.norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP).item())

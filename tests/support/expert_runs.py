@@ -12,11 +12,20 @@ from kit import config
 import zeroshard
 from support import expert_models as tiny
 from support.expert_models import Run, Setting, StarvingGate
+from zeroshard.core.mesh import Mesh
+
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
 @contextlib.contextmanager
 def opened(
-    setting: Setting, ep_size: int, stage: int, dtype: torch.dtype = torch.float64, **keys: Any
+    setting: Setting,
+    ep_size: int,
+    stage: int,
+    dtype: torch.dtype = torch.float64,
+    mesh: Mesh | None = None,
+    net: Any = None,
+    **keys: Any,
 ) -> Iterator[zeroshard.Engine]:
     asked = config(
         stage,
@@ -25,7 +34,9 @@ def opened(
         optimizer={"type": "AdamW", "params": {"lr": tiny.LR, "weight_decay": 0.01}},
         **{"unit_min_numel": 1, "gradient_accumulation_steps": setting.micro, **keys},
     )
-    engine, *_ = zeroshard.initialize(model=tiny.model(setting, ep_size, dtype), config=asked)
+    net = tiny.model(setting, ep_size, dtype, mesh=mesh) if net is None else net
+    plan = None if mesh is None or mesh.tensor == 1 else PLAN
+    engine, *_ = zeroshard.initialize(model=net, config=asked, mesh=mesh, plan=plan)
     try:
         yield engine
     finally:

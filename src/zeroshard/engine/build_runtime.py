@@ -277,7 +277,7 @@ def _build_units(
             device=device,
             store_of=partial(stores.stores_of_unit(spec.name).shard_store, spec.name),
             room=stores.stores_of_unit(spec.name).allocate,
-            has_copies=not frame.draft.mesh.is_data_only,
+            has_copies=spec.experts > 1 or not frame.draft.mesh.is_data_only,
             group=spec.group,
         )
         units.append(unit)

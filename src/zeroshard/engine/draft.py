@@ -121,7 +121,8 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     given = cut_tensor(given, mesh, loaded)  # before, because plans name layers of all stages
     note_kinds(model.parameters())
     copies = head_copies(model.parameters())  # of all stages: every rank opens the same groups
-    experts = place_experts(model, mesh, rank_info.rank, loaded.origins["parallel.expert"])
+    ties = model.ties if isinstance(model, PipelineModel) else None
+    experts = place_experts(model, mesh, rank_info.rank, loaded.origins["parallel.expert"], ties)
     mesh = replace(mesh, expert=max(experts, default=1))
     policy = policy_from(settings)
     if isinstance(model, PipelineModel):

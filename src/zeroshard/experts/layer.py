@@ -180,15 +180,17 @@ class MoE(nn.Module):
         names = self.deepspeed_moe.experts.deepspeed_experts._modules
         return int(next(iter(names))) // self.num_local_experts
 
-    def move_to(self, place: int) -> None:
+    def move_to(self, place: int, *, may_rename: bool = True) -> None:
         """Let this rank have part ``place`` of the experts. Only while all experts are copies of one.
 
+        ``may_rename``: nobody noted their names.
+
         Raises:
-            UsageError: a function made them, so others belong there.
+            UsageError: a function made them, so others belong there; or their names were noted.
         """
         if place == self.place:
             return
-        if self.makes_experts:
+        if self.makes_experts or not may_rename:
             raise UsageError(
                 f"a MoE layer with ep_size {self.ep_size} made part {self.place} of its experts on this "
                 "rank, "

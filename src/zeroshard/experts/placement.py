@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 
 from zeroshard.core.mesh import Mesh
@@ -10,12 +12,15 @@ from zeroshard.experts.layer import layers_of
 from zeroshard.experts.marks import ranks_of_layer
 
 
-def place_experts(model: nn.Module, mesh: Mesh, rank: int, origin: str) -> tuple[int, ...]:
+def place_experts(
+    model: nn.Module, mesh: Mesh, rank: int, origin: str, ties: Collection[str] | None = None
+) -> tuple[int, ...]:
     """How many ranks share the experts of a layer: each number above 1 once, in order.
 
     Gives the experts in ``model`` the numbers that those of ``rank`` have. ``model`` has the layers of
     all
-    pipeline stages. ``origin``: who gave the mesh its number of expert ranks, for messages.
+    pipeline stages. ``origin``: who gave the mesh its number of expert ranks, for messages. ``ties``: parameters of several
+    pipeline stages; None: the model is no pipeline.
 
     Raises:
         UsageError: a layer's ``ep_size`` does not fit the mesh, or an expert has no name of its own.
@@ -31,7 +36,7 @@ def place_experts(model: nn.Module, mesh: Mesh, rank: int, origin: str) -> tuple
             )
         if layer.ep_size > 1:
             mesh.check_experts(layer.ep_size)
-            layer.move_to(mesh.expert_place(rank, layer.ep_size))
+            layer.move_to(mesh.expert_place(rank, layer.ep_size), may_rename=ties is None)
     known = {id(p) for layer in layers.values() for p in layer.parameters()}
     sizes = set()
     for name, param in model.named_parameters():
@@ -43,6 +48,11 @@ def place_experts(model: nn.Module, mesh: Mesh, rank: int, origin: str) -> tuple
                 "so the same name stands for other values on other ranks, and a checkpoint would hold "
                 "one "
                 "of them. Use zeroshard.parallel.MoE, which numbers its experts over all ranks."
+            )
+        if size > 1 and name in (ties or ()):
+            raise UsageError(
+                f"parameter {name!r} of an expert that {size} ranks share is in several pipeline stages. Use "
+                "the MoE layer in one stage: other ranks have the experts of other stages."
             )
         sizes.add(size)
     found = tuple(sorted(sizes - {1}))
