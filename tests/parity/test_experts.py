@@ -130,5 +130,5 @@ def test_experts_in_the_stages_of_a_pipeline(stage):
             words = [micro[engine.dp_rank] for micro in step]
             found.losses.append(float(engine.train_batch(iter([(w, w) for w in words]))))
             found.norms.append(engine.get_global_grad_norm())
-        found.params = {name: param.clone() for name, param in engine.iter_full_params()}
+        found.params = {name: param.detach().clone() for name, param in engine.iter_full_params()}
     assert_equal(found, tiny.in_one_process(setting, 2))

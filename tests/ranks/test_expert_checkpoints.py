@@ -1,4 +1,4 @@
-"""Checkpoints of ranks that share experts: other numbers of ranks, and of sharing ranks, continue them."""
+"""Checkpoints of ranks that share experts: other numbers of ranks continue them."""
 
 from __future__ import annotations
 

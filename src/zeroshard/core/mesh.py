@@ -37,8 +37,8 @@ class Mesh:
     """The size of each dimension. The product is the number of ranks.
 
     ``expert`` divides the same ranks in another way: of a shard group, so many neighbours share the
-    experts of a layer, and with ``data_before_expert`` 1 so many ranks far apart. Of an engine whose layers
-    differ it is the largest number.
+    experts of a layer, and with ``data_before_expert`` 1 so many ranks far apart. Of an engine whose
+    layers differ it is the largest number.
 
     >>> mesh = Mesh(pipeline=2, data_shard=2, tensor=2)
     >>> mesh.world_size, mesh.dp_size, mesh.text

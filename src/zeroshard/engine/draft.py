@@ -27,6 +27,7 @@ from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
 from zeroshard.engine.wrapping import cut_block
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.experts.placement import place_experts
+from zeroshard.experts.stacked import expert_block
 from zeroshard.metrics.monitors import Monitors, build_monitors
 from zeroshard.metrics.sinks import check_packages
 from zeroshard.optim.factory import build_optimizer
@@ -165,13 +166,15 @@ _NO_INIT = (
 
 
 def check_tensor_ranks(model: nn.Module, mesh: Mesh) -> None:
-    """Check that a model for tensor ranks was not built under ``zero.Init``.
+    """Check that a model for tensor or expert ranks was not built under ``zero.Init``.
 
     Raises:
         UnsupportedError: it was.
     """
-    if mesh.tensor > 1 and any(owner_of(param) is not None for param in model.parameters()):
-        raise UnsupportedError(f"{_INIT}, and tensor ranks have other parts. {_NO_INIT}")
+    kind = "tensor" if mesh.tensor > 1 else "expert"
+    is_cut = mesh.tensor * mesh.expert > 1
+    if is_cut and any(owner_of(param) is not None for param in model.parameters()):
+        raise UnsupportedError(f"{_INIT}, and {kind} ranks have other parts. {_NO_INIT}")
 
 
 def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
@@ -213,7 +216,10 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
 
 def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, SlotBlock]:
     """The places of the model's DTensors in their global tensors, by name."""
-    found = {name: block_of(name, p, mesh, rank) for name, p in model.named_parameters()}
+    found = {
+        name: expert_block(p) or block_of(name, p, mesh, rank)
+        for name, p in model.named_parameters()
+    }
     return {name: block for name, block in found.items() if block is not None}
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from zeroshard.engine.draft import Draft
-from zeroshard.experts.layer import layers_of
+from zeroshard.experts.layer import MoE, layers_of
+from zeroshard.experts.stacked import SharedStack, stacks_of
 from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.mesh_norm import ExpertParts
@@ -25,8 +26,13 @@ def connect_experts(draft: Draft, watch: CommSession) -> None:
         for size in draft.expert_sizes
     }
     watch.watch_layers(groups.values())
-    for layer in layers_of(draft.model).values():
+    layers: list[MoE | SharedStack] = [
+        *layers_of(draft.model).values(),
+        *stacks_of(draft.model).values(),
+    ]
+    for layer in layers:
         layer.connect(groups.get(layer.ep_size))
+        watch.leave.append(layer.disconnect)
 
 
 def expert_parts(

@@ -154,9 +154,9 @@ def _weights_of(
     engine.life.check("saving weights", LP_PARAMS)
     if engine.mesh.expert > 1:
         raise UnsupportedError(
-            f"{engine.mesh.expert} ranks share the experts of a layer, and this call writes what rank 0 has: a "
-            "part of the experts. Save a checkpoint with engine.save_checkpoint(), and write its weights, "
-            "which are those of all experts, with: zeroshard ckpt export DIR --out model"
+            f"{engine.mesh.expert} ranks share the experts of a layer; this call writes those of rank 0, "
+            "a part of them. Save a checkpoint with engine.save_checkpoint(), and write its "
+            "weights, which are those of all experts, with: zeroshard ckpt export DIR --out model"
         )
     module = engine.module
     names: dict[int, list[str]] = {}

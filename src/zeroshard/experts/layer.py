@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from zeroshard.errors import UsageError
 from zeroshard.experts.dispatch import Dispatcher, dispatch_all, dispatch_to_places
 from zeroshard.experts.gate import TopKGate
 from zeroshard.experts.marks import mark
+from zeroshard.experts.token_exchange import Link
 
 
 class ExpertList(nn.Module):
@@ -79,9 +79,14 @@ class MOELayer(nn.Module):
         self.gate, self.experts = gate, experts
         self.ep_size, self.num_experts = ep_size, num_experts
         self.num_local_experts = experts.num_local_experts
-        self.ep_group: dist.ProcessGroup | None = None
+        self._link = Link()
         self.l_aux: Tensor | None = None
         self.exp_counts: Tensor | None = None
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the experts; None before ``initialize``, or if there is one."""
+        return self._link.group
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
         """The experts' weighted results, of the shape of ``hidden_states``."""
@@ -201,9 +206,14 @@ class MoE(nn.Module):
 
     def connect(self, group: dist.ProcessGroup | None) -> None:
         """Send tokens in ``group`` from now on: the ranks that share the experts, in order."""
-        self.deepspeed_moe.ep_group = group
+        self.deepspeed_moe._link.group = group
         if group is not None:
             announce(group)
+
+    def disconnect(self) -> None:
+        """Send no tokens any more, and forget the last call: its loss holds the graph of the model."""
+        self.deepspeed_moe._link.group = None
+        self.deepspeed_moe.l_aux = self.deepspeed_moe.exp_counts = None
 
     def forward(
         self, hidden_states: Tensor, used_token: Tensor | None = None
@@ -282,13 +292,3 @@ def _own_experts(
 def layers_of(model: nn.Module) -> dict[str, MoE]:
     """The layers with experts in ``model``, by name."""
     return {name: each for name, each in model.named_modules() if isinstance(each, MoE)}
-
-
-def expert_buffers(model: Any) -> set[int]:
-    """``id`` of the buffers inside experts of layers whose experts several ranks share."""
-    return {
-        id(buffer)
-        for layer in layers_of(model).values()
-        if layer.ep_size > 1
-        for buffer in layer.deepspeed_moe.experts.buffers()
-    }

@@ -16,6 +16,19 @@ from torch import Tensor
 from zeroshard.comm.layer_calls import recorded
 
 
+class Link:
+    """The process group of one layer, None before it is connected. Copies of the layer share it."""
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+
+    def __deepcopy__(self, memo: Any) -> Link:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Link, ()  # a layer that is loaded from a file is not connected
+
+
 def exchange_rows(
     rows_NM: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:

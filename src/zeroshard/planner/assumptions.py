@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zeroshard.config import Config
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.sizes import size_text
-from zeroshard.errors import UsageError
+from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.planner.gpu_kernels import Target
 
 NOT_MODELLED = (
@@ -61,6 +62,21 @@ def tokens_of_rank(length: int | None, mesh: Mesh) -> int | None:
             "multiple of their number."
         )
     return None if length is None else length // mesh.sequence
+
+
+def check_experts(config: Config) -> None:
+    """Check that no ranks share the experts of a layer.
+
+    Raises:
+        UnsupportedError: they do. How many tokens an expert gets is not known without values.
+    """
+    if config.parallel.expert > 1:
+        raise UnsupportedError(
+            f"the configuration has {config.parallel.expert} expert ranks, which plans do not model: how "
+            "many tokens an expert gets depends on their values. Leave parallel.expert (or "
+            "expert_parallel.autoep_size) out to plan the model with experts that ZeRO shards over all "
+            "ranks: at stage 3 a rank then has equally much at rest, and gathers more."
+        )
 
 
 def of_sequence_ranks(mesh: Mesh) -> tuple[str, ...]:

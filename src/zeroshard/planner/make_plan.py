@@ -20,6 +20,7 @@ from zeroshard.core.mesh_sources import resolve_mesh
 from zeroshard.errors import UsageError
 from zeroshard.parallel.schedules import settled_after
 from zeroshard.planner.assumptions import (
+    check_experts,
     not_modelled,
     of_sequence_ranks,
     of_two_memories,
@@ -187,6 +188,7 @@ def _read(
     mesh = mesh_of(loaded.config, ranks)
     engine_cuts = mesh.tensor > 1 and _cuts_by_itself(loaded.config)
     is_sharded = loaded.config.zero_optimization.stage == 3
+    check_experts(loaded.config)
     of_rank = tokens_of_rank(length, mesh)
     # A factory may ask for its rank, as PipelineModule does.
     with explained(model, FACTORY_HINT), lone_rank(0, ranks):

@@ -77,6 +77,7 @@ class CommSession:
     sockets: Mapping[int, str] = field(default_factory=dict)  # of ``groups``
     pipeline: PipelineLinks | None = None  # between the ranks that hold the stages of one model
     layers: Recorder | None = None  # of the collectives of layers, in the program's tensor groups
+    leave: list[Callable[[], None]] = field(default_factory=list)  # of layers that use ``groups``
 
     def place(self, kind: GroupKind, comms: Sequence[Comm]) -> None:
         """Use ``comms`` for this rank's group of one kind: "holders", then "replicas"."""
@@ -264,6 +265,8 @@ class CommSession:
     def close(self, reason: str = "") -> None:
         """End the watch, then the connections. ``reason``: the error that ended this engine, or ""."""
         leave_uncaught(self)
+        while self.leave:
+            self.leave.pop()()
         if self.session_watch is not None:
             self.session_watch.close(reason)
         for comm in self.comms:
