@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from zeroshard.core.mesh import Mesh
-from zeroshard.errors import UsageError
+from zeroshard.deepspeed.experts import load_moe_state_dict
+from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.experts import gate
 from zeroshard.experts.gate import Routes, Selection
 from zeroshard.parallel import MoE
@@ -194,3 +196,31 @@ def test_experts_are_shared_by_neighbours_or_by_ranks_far_apart():
     assert far.expert_holder_groups(2) == [(0, 1), (2, 3)]
     with pytest.raises(UsageError, match="divides 4"):
         far.check_experts(3)
+
+
+def files_of_deepspeed(net: nn.Module, folder: Path) -> None:
+    """The files of experts, as DeepSpeed names them and their contents."""
+    state = net.state_dict()
+    for number, layer in ((n, at) for n in range(4) for at in range(2)):
+        part = f"{layer}.deepspeed_moe.experts.deepspeed_experts.{number}."
+        saved = {key: value for key, value in state.items() if key.startswith(part)}
+        torch.save(saved, folder / f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt")
+
+
+def test_the_files_of_deepspeeds_experts_are_read(tmp_path):
+    saved, net = nn.Sequential(moe(), moe()), nn.Sequential(moe(), moe())
+    for at, param in enumerate(saved.parameters()):
+        nn.init.constant_(param, at)
+    (tmp_path / "step1").mkdir()
+    files_of_deepspeed(saved, tmp_path / "step1")
+    state: dict[str, Tensor] = {}
+    load_moe_state_dict(tmp_path, "step1", state, False, model=net)
+    net.load_state_dict(state, strict=False)
+    for (name, param), expected in zip(net.named_parameters(), saved.parameters(), strict=True):
+        assert torch.equal(param, expected) == ("experts" in name), name
+    with pytest.raises(UsageError, match="got no model"):
+        load_moe_state_dict(tmp_path, "step1", state, False)
+    with pytest.raises(CheckpointError, match="expert_0_mp_rank_00"):
+        load_moe_state_dict(tmp_path, "step1", state, True, model=net)
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        load_moe_state_dict(tmp_path, "step1", state, False, model=nn.ModuleDict({"x": moe()}))

@@ -211,7 +211,7 @@ _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which obj
      "checkpointable_layers get_additional_losses", ""),
     ("accepted", "PipelineModule", "allreduce_tied_weight_gradients dynamic_shape",
      "the engine adds the gradients of tied weights; shapes may always differ from step to step"),
-    ("works", "engine", "num_experts", ""),
+    ("works", "engine", "num_experts load_moe_state_dict", ""),
     ("works", "engine", "_config _global_grad_norm", ""),
     ("works", "optimizer", "param_groups optimizer state state_dict load_state_dict step zero_grad "
      "backward overflow defaults loss_scale cur_scale loss_scaler dynamic_loss_scale clip_grad "

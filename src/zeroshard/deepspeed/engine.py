@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroshard.deepspeed import api_table, conflicts, groups
+from zeroshard.deepspeed.experts import load_moe_state_dict
 from zeroshard.deepspeed.getters import ForwardingEngine
 from zeroshard.deepspeed.helpers import DeepSpeedConfig
 from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
@@ -148,6 +149,8 @@ class DeepSpeedEngine(ForwardingEngine):
                 custom_load_fn(src=checkpoint["module"], dst=self.module)
             else:
                 self.module.load_state_dict(checkpoint["module"], strict=strict)
+
+    load_moe_state_dict = staticmethod(load_moe_state_dict)
 
     # ------------------------------------------------------------------ training
 

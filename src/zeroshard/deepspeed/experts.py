@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from zeroshard.errors import UsageError
+from zeroshard.checkpoint.deepspeed.unpickle import load_plain
+from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.experts.layer import layers_of
 from zeroshard.experts.marks import is_expert
 
@@ -97,3 +99,47 @@ def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, An
     if any("moe" in group for group in model_parameters):
         return model_parameters
     return split_params_into_different_moe_groups_for_optimizer(model_parameters)
+
+
+def load_moe_state_dict(
+    checkpoint_path: str | Path,
+    tag: str | None,
+    state_dict: dict[str, Any],
+    old_moe_load: bool,
+    model: nn.Module | None = None,
+    mpu: Any = None,
+    num_experts: Any = 1,
+    checkpoint_engine: Any = None,
+) -> None:
+    """Add the weights of this rank's experts to ``state_dict``, from a checkpoint of DeepSpeed.
+
+    DeepSpeed has a file for each expert of each layer (``old_moe_load``: for each expert of all layers),
+    and the rest of the model in others. Names are those of ``model`` here, with the number of the expert
+    in the whole layer, so ``model.load_state_dict`` takes them before ``initialize``. The last three
+    arguments have no effect.
+
+    Raises:
+        UsageError: there is no ``model``.
+        CheckpointError: a file is missing or damaged, or has other experts.
+    """
+    del mpu, num_experts, checkpoint_engine
+    if model is None:
+        raise UsageError(
+            "load_moe_state_dict() got no model, so it is unknown which experts this rank has. Pass "
+            "model=..., the model whose weights are loaded."
+        )
+    folder = Path(checkpoint_path) / ("" if tag is None else str(tag))
+    for layer_id, (name, layer) in enumerate(layers_of(model).items()):
+        inner = f"{name}.deepspeed_moe.experts.deepspeed_experts."
+        names = [key for key in layer.state_dict(prefix=f"{name}.") if key.startswith(inner)]
+        for number in dict.fromkeys(key[len(inner) :].split(".")[0] for key in names):
+            file = f"expert_{number}_mp_rank_00_model_states.pt"
+            path = folder / (file if old_moe_load else f"layer_{layer_id}_{file}")
+            found = load_plain(path, {})
+            own = [key for key in names if key.startswith(f"{inner}{number}.")]
+            if missing := [key for key in own if key not in found]:
+                raise CheckpointError(
+                    f"{path} has no {missing[0]!r}, which the model has: it belongs to another model, or "
+                    f"the layers come in another order. It has {', '.join(map(str, list(found)[:3]))}..."
+                )
+            state_dict.update({key: found[key] for key in own})

@@ -17,7 +17,7 @@ from zeroshard.errors import UsageError
 from zeroshard.experts.dispatch import Dispatcher, dispatch_all, dispatch_to_places
 from zeroshard.experts.gate import TopKGate
 from zeroshard.experts.marks import mark
-from zeroshard.experts.token_exchange import Link
+from zeroshard.experts.token_exchange import TokenLink
 
 
 class ExpertList(nn.Module):
@@ -79,7 +79,7 @@ class MOELayer(nn.Module):
         self.gate, self.experts = gate, experts
         self.ep_size, self.num_experts = ep_size, num_experts
         self.num_local_experts = experts.num_local_experts
-        self._link = Link()
+        self._link = TokenLink()
         self.l_aux: Tensor | None = None
         self.exp_counts: Tensor | None = None
 

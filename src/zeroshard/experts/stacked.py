@@ -25,7 +25,7 @@ from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.experts.dispatch import dispatch_all
 from zeroshard.experts.gate import Routes
 from zeroshard.experts.marks import mark
-from zeroshard.experts.token_exchange import Link, exchange_rows
+from zeroshard.experts.token_exchange import TokenLink, exchange_rows
 
 _STYLE = "ep_dispatch_experts"
 _BLOCK = "_expert_block"
@@ -41,7 +41,7 @@ class SharedStack(nn.Module):
     all_experts: int
     ep_size: int
     num_experts: int
-    _link: Link
+    _link: TokenLink
 
     def connect(self, group: dist.ProcessGroup | None) -> None:
         """Send tokens in ``group`` from now on."""
@@ -122,7 +122,7 @@ def share_stacks(model: nn.Module, mesh: Mesh, rank: int, origin: str) -> None:
             )
         _check_memory(name, module, experts)
         own = experts // size
-        link = Link()
+        link = TokenLink()
         for param in module.parameters():
             shape = tuple(param.shape)
             with torch.no_grad():
@@ -138,7 +138,7 @@ def share_stacks(model: nn.Module, mesh: Mesh, rank: int, origin: str) -> None:
         shared._link = link
 
 
-def _joined(local: Tensor, *, link: Link) -> Tensor:
+def _joined(local: Tensor, *, link: TokenLink) -> Tensor:
     """The parts of all ranks that share the experts, along the first axis. Collective."""
     assert link.group is not None
     size = link.group.size()

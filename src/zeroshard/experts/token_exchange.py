@@ -16,17 +16,17 @@ from torch import Tensor
 from zeroshard.comm.layer_calls import recorded
 
 
-class Link:
+class TokenLink:
     """The process group of one layer, None before it is connected. Copies of the layer share it."""
 
     def __init__(self) -> None:
         self.group: dist.ProcessGroup | None = None
 
-    def __deepcopy__(self, memo: Any) -> Link:
+    def __deepcopy__(self, memo: Any) -> TokenLink:
         return self
 
     def __reduce__(self) -> Any:
-        return Link, ()  # a layer that is loaded from a file is not connected
+        return TokenLink, ()  # a layer that is loaded from a file is not connected
 
 
 def exchange_rows(
