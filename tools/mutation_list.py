@@ -275,7 +275,7 @@ MUTATIONS = [
     Mutation(
         "tied-weight-of-a-replica-not-counted",  # tied stages with replicas only
         "zero/mesh_norm.py",
-        "in_replica = self._counts or position in self._tied.positions",
+        "in_replica = self._counts or position in self._others.positions",
         "in_replica = self._counts",
         "tests/ranks/test_tied_stages.py::test_replicas_count_and_save_a_tied_weight_once",
     ),
@@ -1094,6 +1094,42 @@ MUTATIONS = [
         "key=lambda path: int(_number(path)[1])",
         "key=lambda path: _number(path)[1]",
         "tests/ranks/test_newest_checkpoint.py::test_the_newest_complete_and_undamaged_one_is_found",
+    ),
+    # ------------------------------------------------------------------ experts
+    Mutation(
+        "experts-sharded-over-all-ranks",
+        "engine/unit_plan.py",
+        "return _Kind(param.requires_grad and is_updated, row, ranks_of_layer(param, fqn))",
+        "return _Kind(param.requires_grad and is_updated, row, 1)",
+        "tests/parity/test_experts.py::test_two_ranks_that_share_experts_equal_one_process",
+    ),
+    Mutation(
+        "results-of-experts-in-the-order-of-experts",
+        "experts/dispatch.py",
+        "return torch.cat([of_expert[rank] for rank in range(len(got_PL)) for of_expert in split])",
+        "return torch.cat(done)",
+        "tests/parity/test_experts.py::test_two_ranks_that_share_experts_equal_one_process",
+    ),
+    Mutation(
+        "experts-numbered-by-rank",
+        "experts/layer.py",
+        "first = place * self.num_local_experts",
+        "first = 0",
+        "tests/parity/test_experts.py::test_two_ranks_that_share_experts_equal_one_process",
+    ),
+    Mutation(
+        "second-choices-before-first-ones",
+        "experts/gate.py",
+        "place2_SE = second_SE.cumsum(0) - 1 + mask_SE.sum(0)",
+        "place2_SE = second_SE.cumsum(0) - 1",
+        "tests/unit/test_experts.py::test_places_go_to_first_choices_first",
+    ),
+    Mutation(
+        "experts-of-other-ranks-unknown-to-a-load",
+        "engine/checkpoint_loader.py",
+        "if self._mesh.pipeline * self._mesh.expert == 1:",
+        "if self._mesh.pipeline == 1:",
+        "tests/ranks/test_expert_checkpoints.py::test_other_ranks_continue",
     ),
     # ------------------------------------------------------------------ device, testing
     Mutation(

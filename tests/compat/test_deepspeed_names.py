@@ -94,7 +94,7 @@ def test_names_that_are_absent_say_why(row):
         ("zero.init", "there is deepspeed.runtime.zero.Init"),
         ("utils.nothing_like_it", "docs/compat.md lists every name"),
         ("runtime.zenflow.engine_stage3", "updates with stale gradients"),
-        ("moe.experts.Experts", "not in ZeroShard yet"),
+        ("linear.quantization.QuantizedLinear", "docs/compat.md lists every name"),
     ],
 )
 def test_an_unknown_name_says_what_is_near(path, says):

@@ -79,7 +79,7 @@ def cases() -> list[tuple[Call, str]]:
         (opening(keys={"parallel": {"tensor": 8}}), "ConfigError: 1 problem"),
         (opening(keys={"parallel": {"sequence": 3}}), "ConfigError: 1 problem"),
         (opening(keys={"sequence_parallel_size": 8}), "ConfigError: 1 problem"),
-        (opening(keys={"parallel": {"expert": 2}}), "ConfigError: 1 problem"),
+        (opening(keys={"parallel": {"expert": 2}}), "UsageError: the mesh has 2 expert ranks"),
         (
             opening(keys={"parallel": {"tensor": 2}}),
             "UsageError: the mesh is data_shard 2 x tensor 2",

@@ -249,6 +249,15 @@ def test_sequence_ranks_have_a_part_of_the_tokens_and_share_the_shards(run):
     assert "9 tokens, which 2 sequence ranks cannot divide" in plan(2, "--seq", "9")
 
 
+@pytest.mark.parametrize(
+    "keys", [{"parallel": {"expert": 2}}, {"expert_parallel": {"autoep_size": 2}}]
+)
+def test_ranks_that_share_experts_are_not_planned(run, keys):
+    done = run("nets_to_plan:words", "--seq", "8", **keys)
+    assert done.exit_code
+    assert "2 expert ranks, which plans do not model" in " ".join(done.output.split())
+
+
 @pytest.mark.parametrize(("distance", "kept"), [(None, 1), (0, 0), (10**9, 2)])
 def test_units_that_stay_gathered_are_named_and_gathered_once(run, distance, kept):
     names = ["first", "second"]

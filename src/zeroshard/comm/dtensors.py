@@ -33,6 +33,10 @@ KINDS: set[type[Tensor]] = set()
 """The classes of DTensors in the models of this process: see :func:`note_kinds`. Nearly always empty."""
 
 
+JOIN = "_join_parts"
+"""Attribute of a plain parameter that is a part of a tensor: joins those of all ranks. Collective."""
+
+
 HEAD_DIMS = ("kv_heads", "kv_copies")
 """Names of a mesh of one tensor group for key/value heads that are fewer than its ranks.
 
@@ -103,8 +107,11 @@ def fused_sizes(param: Any) -> tuple[int, ...]:
 def whole_of(param: Tensor, local: Tensor) -> Tensor:
     """The global tensor of ``param`` from this rank's ``local`` values; ``local`` for a plain parameter.
 
-    Collective over the tensor group.
+    Collective over the ranks that hold its parts: a tensor group, or those that share experts.
     """
+    if (join := getattr(param, JOIN, None)) is not None:
+        joined: Tensor = join(local)
+        return joined
     return global_of(param, local).full_tensor() if type(param) in KINDS else local
 
 

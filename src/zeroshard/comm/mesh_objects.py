@@ -102,7 +102,8 @@ def _mesh_argument(mesh: Any) -> MeshSource | None:
 
 def mesh_from_mesh(mesh: Mesh) -> MeshSource:
     """All sizes of one of our own meshes, those of 1, too."""
-    return MeshSource("mesh=", tuple(Claim((dim,), getattr(mesh, dim), "mesh=") for dim in DIMS))
+    dims = (*DIMS, "expert") if mesh.expert > 1 else DIMS
+    return MeshSource("mesh=", tuple(Claim((dim,), getattr(mesh, dim), "mesh=") for dim in dims))
 
 
 def _ranks_of(device_mesh: Any) -> np.ndarray[Any, Any]:

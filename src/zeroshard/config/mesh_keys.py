@@ -49,6 +49,14 @@ def _expert_size(config: Config) -> int:
     section = config.expert_parallel
     if is_off(section):
         return 1
+    for key, neutral in (("expert_tensor_parallel_size", 1), ("load_balance_coeff", None)):
+        if section.get(key, neutral) not in (neutral, None):
+            raise ConfigError(
+                f"expert_parallel.{key}: {show(section[key])} is asked for, and only {show(neutral)} is "
+                "possible: experts are not cut over tensor ranks, and routers are those of the model. "
+                "Leave "
+                "the key out."
+            )
     value = section.get("autoep_size", 1)
     number = read_number(value)
     if number is None or number != int(number) or number < 1:

@@ -16,6 +16,8 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
+from zeroshard.errors import UsageError
+
 DIMS = ("pipeline", "data_replicate", "data_shard", "sequence", "tensor")
 """The dimensions of a mesh, outermost first. They are also the keys of the section ``parallel``."""
 
@@ -37,6 +39,10 @@ class Mesh:
     ``node``: runs of so many neighbours of a shard group have a fast link among them, and collectives
     of units take one hop inside such a node and one hop between nodes; 1: one hop over all.
 
+    ``expert`` divides the same ranks in another way: of a shard group, so many neighbours share the
+    experts of a layer, and with ``data_before_expert`` 1 so many ranks far apart. Of an engine whose
+    layers differ it is the largest number.
+
     >>> mesh = Mesh(pipeline=2, data_shard=2, tensor=2)
     >>> mesh.world_size, mesh.dp_size, mesh.text
     (8, 2, 'pipeline 2 x data_shard 2 x tensor 2')
@@ -50,6 +56,8 @@ class Mesh:
     sequence: int = 1
     tensor: int = 1
     node: int = 1
+    expert: int = 1
+    data_before_expert: int = 0
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -127,6 +135,54 @@ class Mesh:
         """The ranks at the place of ``rank`` in all nodes of its shard group, in order."""
         ranks = self.group(rank, SHARDS)
         return ranks[ranks.index(rank) % self.node :: self.node]
+
+    def check_experts(self, size: int) -> None:
+        """Check that ``size`` ranks of each shard group can share the experts of a layer.
+
+        Raises:
+            UsageError: they cannot.
+        """
+        shards = self.data_shard * self.sequence
+        if shards % size:
+            raise UsageError(
+                f"ep_size {size}: the mesh is {self.text}, so a shard group has {shards} ranks "
+                "(data_shard x sequence), which cannot be divided into groups of "
+                f"{size} that share the experts of a layer. Use an ep_size that divides {shards}, or "
+                "more ranks."
+            )
+
+    def expert_group(self, rank: int, size: int) -> tuple[int, ...]:
+        """The ``size`` ranks that share the experts of a layer, ``rank`` among them, in order.
+
+        >>> mesh = Mesh(data_shard=4)
+        >>> mesh.expert_group(3, 2), mesh.expert_holders(3, 2), mesh.expert_place(3, 2)
+        ((2, 3), (1, 3), 1)
+        """
+        shards = self.group(rank, SHARDS)
+        at, steps = shards.index(rank), len(shards) // size
+        if self.data_before_expert:
+            return shards[at % steps :: steps]
+        return shards[at - at % size :][:size]
+
+    def expert_holders(self, rank: int, size: int) -> tuple[int, ...]:
+        """The ranks of a shard group that hold the same experts as ``rank``, in order."""
+        shards = self.group(rank, SHARDS)
+        at, steps = shards.index(rank), len(shards) // size
+        if self.data_before_expert:
+            return shards[at - at % steps :][:steps]
+        return shards[at % size :: size]
+
+    def expert_place(self, rank: int, size: int) -> int:
+        """Which part of the experts ``rank`` has: its position in :meth:`expert_group`."""
+        return self.expert_group(rank, size).index(rank)
+
+    def expert_groups(self, size: int) -> list[tuple[int, ...]]:
+        """All groups of :meth:`expert_group`."""
+        return list({self.expert_group(rank, size): None for rank in range(self.world_size)})
+
+    def expert_holder_groups(self, size: int) -> list[tuple[int, ...]]:
+        """All groups of :meth:`expert_holders`."""
+        return list({self.expert_holders(rank, size): None for rank in range(self.world_size)})
 
     def tensor_runs(self, size: int) -> list[tuple[int, ...]]:
         """The tensor groups, divided into runs of ``size`` neighbours. ``size`` divides the tensor size.

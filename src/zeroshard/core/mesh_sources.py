@@ -19,9 +19,7 @@ from zeroshard.errors import ConfigError, UsageError
 BATCH_DIMS = tuple(dim for dim in DIMS if dim in BATCH)
 """The dimensions whose sizes multiply to the data-parallel size."""
 
-NOT_YET: dict[str, str] = {
-    "expert": "expert parallelism is not implemented yet; use 1: ZeRO shards experts in ordinary modules",
-}
+NOT_YET: dict[str, str] = {}
 """Dimension -> why it has to be 1, and what to do instead. A dimension without a row works."""
 
 
@@ -133,7 +131,7 @@ def resolve_mesh(
     given = {dim: sizes.get(dim, 1) for dim in DIMS}
     if "data_shard" not in sizes:
         given["data_shard"] = _what_is_left(given, claims, origins, world_size)
-    mesh = Mesh(**given)
+    mesh = Mesh(**given, expert=sizes.get("expert", 1))
     _refuse([*_wrong_products(given, claims)])
     _refuse([*_misfits(mesh, given, origins, world_size)])
     for source in sources:
@@ -141,7 +139,8 @@ def resolve_mesh(
             _check_placement(placement, mesh)
     rest = "derived" if claims else "default"
     shown = dict.fromkeys(DIMS, "default") | {"data_shard": rest}
-    return ResolvedMesh(mesh, shown | {dim: origins[dim] for dim in DIMS if dim in origins})
+    known = (*DIMS, "expert")
+    return ResolvedMesh(mesh, shown | {dim: origins[dim] for dim in known if dim in origins})
 
 
 def _refuse(problems: Sequence[str]) -> None:
@@ -155,6 +154,14 @@ def _misfits(
     """What is wrong with a mesh on which all sources agree: one problem at most."""
     if mesh.world_size != world_size:
         yield _no_fit(given, origins, world_size)
+    elif mesh.data_shard * mesh.sequence % mesh.expert:
+        yield (
+            f"expert {mesh.expert} ({origins.get('expert', '')}): the ranks that share experts are in "
+            "one "
+            f"shard group, and that has {mesh.data_shard * mesh.sequence} ranks (data_shard x "
+            "sequence); use a "
+            "size that divides it"
+        )
     elif mesh.data_replicate > 1 and mesh.data_shard * mesh.sequence == 1:
         yield (
             f"data_replicate {mesh.data_replicate} x data_shard 1: shard groups of one rank shard "

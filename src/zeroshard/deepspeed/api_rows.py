@@ -210,8 +210,15 @@ WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=ou
     ("utils.zero_to_fp32", _CONSOLIDATE, "convert_zero_checkpoint_to_fp32_state_dict "
                                      "convert_zero_checkpoint_to_state_dict get_model_state_file "
                                      "get_optim_files get_model_state_files parse_optim_states"),
+    ("moe.layer", "zeroshard.experts.layer", "MoE"),
+    ("moe.experts", "zeroshard.experts.layer", "Experts"),
+    ("moe.sharded_moe", "zeroshard.experts.layer", "MOELayer"),
+    ("moe.sharded_moe", "zeroshard.experts.gate", "TopKGate"),
     ("moe.utils", HERE + "experts", "split_params_into_different_moe_groups_for_optimizer "
-                                     "is_moe_param has_moe_layers"),
+                                     "is_moe_param has_moe_layers is_moe_param_group "
+                                     "split_params_into_shared_and_expert_params "
+                                     "split_params_grads_into_shared_and_expert_params "
+                                     "configure_moe_param_groups"),
     ("checkpoint.utils", _HELPERS, "clone_tensors_for_torch_save"),
     ("checkpoint.ds_to_universal", _CONSOLIDATE, "main=copy_as_universal"),
     ("checkpoint", _SYMBOLS, "UNIVERSAL_CHECKPOINT_INFO"),

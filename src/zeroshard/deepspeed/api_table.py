@@ -93,9 +93,6 @@ _PIPE = (
     "its schedule is not offered; use PipelineModule, or zeroshard.parallel.pipeline() with another "
     "schedule"
 )
-_EXPERTS = (
-    "expert parallelism is not implemented yet; ZeRO trains models with experts in ordinary modules"
-)
 _COMPRESS = "compress the model outside of training"
 _INFERENCE = (
     "ZeroShard has no inference engine. Call the model, or use "
@@ -111,7 +108,6 @@ _STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them 
     ("refused", "", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
      "it is a CUDA implementation of one BERT layer; use "
      "torch.nn.functional.scaled_dot_product_attention"),
-    ("later", "moe.layer", "MoE", _EXPERTS),
     ("refused", "compression.compress", "init_compression redundancy_clean", _COMPRESS),
     ("later", "linear", "OptimizedLinear LoRAConfig QuantizationConfig",
      "quantized LoRA layers are not implemented yet; use PEFT"),
@@ -149,8 +145,6 @@ _ABSENT: tuple[tuple[Verdict, str, str], ...] = (  # no such name; the error giv
     ("refused", "compile", 'DeepCompile is not offered; use engine.compile(), or "compile_update"'),
     ("refused", "DualPipeVModule", _PIPE),
     ("refused", "DualPipeVEngine", _PIPE),
-    ("later", "moe.experts", _EXPERTS),
-    ("later", "moe.sharded_moe", _EXPERTS),
     ("later", "io", "files are written by the engine; see docs/checkpoints.md"),
 )  # fmt: skip
 
@@ -217,7 +211,7 @@ _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which obj
      "checkpointable_layers get_additional_losses", ""),
     ("accepted", "PipelineModule", "allreduce_tied_weight_gradients dynamic_shape",
      "the engine adds the gradients of tied weights; shapes may always differ from step to step"),
-    ("later", "engine", "load_moe_state_dict", _EXPERTS),
+    ("works", "engine", "num_experts load_moe_state_dict", ""),
     ("works", "engine", "_config _global_grad_norm", ""),
     ("works", "optimizer", "param_groups optimizer state state_dict load_state_dict step zero_grad "
      "backward overflow defaults loss_scale cur_scale loss_scaler dynamic_loss_scale clip_grad "

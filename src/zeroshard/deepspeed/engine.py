@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from zeroshard.deepspeed import api_table, conflicts, groups
+from zeroshard.deepspeed.experts import load_moe_state_dict
 from zeroshard.deepspeed.getters import ForwardingEngine
 from zeroshard.deepspeed.helpers import DeepSpeedConfig
 from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
@@ -25,6 +26,7 @@ from zeroshard.deepspeed.optimizer import ForwardingOptimizer, optimizer_of
 from zeroshard.deepspeed.parameters import mark_parameters
 from zeroshard.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from zeroshard.errors import UnsupportedError
+from zeroshard.experts.layer import layers_of
 from zeroshard.zero.gathered import GatheredParameters
 
 
@@ -32,7 +34,6 @@ class DeepSpeedEngine(ForwardingEngine):
     """An engine under DeepSpeed's names. ``optimizer``: what :mod:`.optimizer` describes."""
 
     _as_deepspeed = True
-    has_moe_layers = False
 
     def __init__(self, model: nn.Module, *, optimizer: Any = None, **options: Any) -> None:
         """As :class:`zeroshard.Engine`."""
@@ -40,6 +41,8 @@ class DeepSpeedEngine(ForwardingEngine):
         self._mesh_groups = groups.use(self.mesh)
         self.mpu: Any = None if self.mesh.is_data_only else self._mesh_groups
         self.optimizer: ForwardingOptimizer | DeepSpeedZeRoOffload | None = optimizer_of(self)  # type: ignore[assignment]
+        self.num_experts = [layer.num_experts for layer in layers_of(model).values()]
+        self.has_moe_layers = bool(self.num_experts)
         self.is_compiled = False
         self.losses: Tensor | None = None
         self._short_steps = conflicts.ShortSteps()
@@ -148,6 +151,8 @@ class DeepSpeedEngine(ForwardingEngine):
                 custom_load_fn(src=checkpoint["module"], dst=self.module)
             else:
                 self.module.load_state_dict(checkpoint["module"], strict=strict)
+
+    load_moe_state_dict = staticmethod(load_moe_state_dict)
 
     # ------------------------------------------------------------------ training
 

@@ -61,6 +61,9 @@ class MeshGroups:
         Equal groups are opened once, for all meshes.
         """
         found = cls(mesh, get_rank(), _opened_here())
+        for size in {mesh.expert} - {1}:
+            found._open_all(mesh.expert_groups(size))
+            found._open_all(mesh.expert_holder_groups(size))
         if mesh.is_data_only:
             return found
         for dims in OPENED:
@@ -72,11 +75,17 @@ class MeshGroups:
                 continue
             # All ranks open all groups. Torch would name a group that only its members open by the
             # number of groups that a rank is in, which may differ: Accelerate makes one of a few ranks.
-            for ranks in mesh.groups(dims):
-                made = dist.new_group(list(ranks))
-                if ranks == own:
-                    found._process_groups[own] = made
+            found._open_all(mesh.groups(dims))
         return found
+
+    def _open_all(self, groups: list[tuple[int, ...]]) -> None:
+        """Open a process group for each of ``groups``, unless this rank's exists. Collective."""
+        if next(ranks for ranks in groups if self._rank in ranks) in self._process_groups:
+            return
+        for ranks in groups:
+            made = dist.new_group(list(ranks))
+            if self._rank in ranks:
+                self._process_groups[ranks] = made
 
     def ranks(self, dims: Collection[str]) -> tuple[int, ...]:
         """The ranks that differ from this one only in ``dims``; this one is among them."""
@@ -128,17 +137,47 @@ class MeshGroups:
         get_pipe_parallel_world_size,
         get_pipe_parallel_rank,
     ) = _getters(PIPELINE)
-    (
-        get_expert_parallel_group,
-        get_expert_parallel_world_size,
-        get_expert_parallel_rank,
-    ) = _getters(ALONE)
     get_model_parallel_group = get_tensor_model_parallel_group
     get_model_parallel_world_size = get_tensor_model_parallel_world_size
     get_model_parallel_rank = get_tensor_model_parallel_rank
-    get_expert_data_parallel_group = get_sequence_data_parallel_group
-    get_expert_data_parallel_world_size = get_sequence_data_parallel_world_size
-    get_expert_data_parallel_rank = get_sequence_data_parallel_rank
+
+    def get_expert_parallel_world_size(self, group_name: str = "") -> int:
+        """How many ranks share the experts of a layer: N of ``ep_size_N``, or those of the mesh."""
+        return self._expert_size(group_name)
+
+    def get_expert_parallel_rank(self, group_name: str = "") -> int:
+        """This rank's number among the ranks that share the experts."""
+        return self.mesh.expert_place(self._rank, self._expert_size(group_name))
+
+    def get_expert_parallel_group(self, group_name: str = "") -> Any:
+        """The process group of the ranks that share the experts; None: one rank has all."""
+        size = self._expert_size(group_name)
+        return self._of_ranks(self.mesh.expert_group(self._rank, size)) if size > 1 else None
+
+    def get_expert_data_parallel_world_size(self, group_name: str = "") -> int:
+        """How many ranks hold the same experts."""
+        return len(self._same_experts(group_name))
+
+    def get_expert_data_parallel_rank(self, group_name: str = "") -> int:
+        """This rank's number among the ranks that hold the same experts."""
+        return self._same_experts(group_name).index(self._rank)
+
+    def get_expert_data_parallel_group(self, group_name: str = "") -> Any:
+        """The process group of the ranks that hold the same experts."""
+        return self._of_ranks(self._same_experts(group_name))
+
+    def _same_experts(self, group_name: str) -> tuple[int, ...]:
+        size = self._expert_size(group_name)
+        return self.mesh.expert_holders(self._rank, size) if size > 1 else self.ranks(HOLDERS)
+
+    def _expert_size(self, group_name: str) -> int:
+        _, found, size = group_name.rpartition("ep_size_")
+        return int(size) if found and size.isdecimal() else self.mesh.expert
+
+    def _of_ranks(self, ranks: tuple[int, ...]) -> Any:
+        if len(ranks) == self.mesh.world_size:
+            return get_world_group()
+        return self._process_groups.get(ranks)
 
 
 _opened: dict[
@@ -163,7 +202,8 @@ _current: list[tuple[Any, MeshGroups]] = []  # at most one: the default group, a
 def use(mesh: Mesh) -> MeshGroups:
     """Make this the mesh that the functions below answer for. Collective, as :meth:`MeshGroups.open`."""
     found = MeshGroups.open(mesh)
-    _current[:] = [] if mesh.is_data_only else [(get_world_group(), found)]
+    is_plain = mesh.is_data_only and mesh.expert == 1
+    _current[:] = [] if is_plain else [(get_world_group(), found)]
     return found
 
 
@@ -179,6 +219,16 @@ def __getattr__(name: str) -> Any:
         groups = current()
         return None if groups.mesh.is_data_only else groups
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _asking_for_experts(getter: Callable[[MeshGroups, str], Any]) -> Callable[..., Any]:
+    """A function that asks the mesh in use for the ranks of a group of DeepSpeed, ``ep_size_N``."""
+
+    def answer(group_name: str = "", *_: Any, **__: Any) -> Any:
+        return getter(current(), group_name)
+
+    answer.__doc__ = getter.__doc__
+    return answer
 
 
 def _asking(getter: Callable[[MeshGroups], Any]) -> Callable[..., Any]:
@@ -197,9 +247,11 @@ _get_data_parallel_rank = _asking(MeshGroups.get_data_parallel_rank)
 _get_sequence_data_parallel_group = _asking(MeshGroups.get_sequence_data_parallel_group)
 _get_sequence_data_parallel_world_size = _asking(MeshGroups.get_sequence_data_parallel_world_size)
 _get_sequence_data_parallel_rank = _asking(MeshGroups.get_sequence_data_parallel_rank)
-_get_expert_data_parallel_group = _asking(MeshGroups.get_expert_data_parallel_group)
-_get_expert_data_parallel_world_size = _asking(MeshGroups.get_expert_data_parallel_world_size)
-_get_expert_data_parallel_rank = _asking(MeshGroups.get_expert_data_parallel_rank)
+_get_expert_data_parallel_group = _asking_for_experts(MeshGroups.get_expert_data_parallel_group)
+_get_expert_data_parallel_world_size = _asking_for_experts(
+    MeshGroups.get_expert_data_parallel_world_size
+)
+_get_expert_data_parallel_rank = _asking_for_experts(MeshGroups.get_expert_data_parallel_rank)
 _get_model_parallel_group = _asking(MeshGroups.get_model_parallel_group)
 _get_model_parallel_world_size = _asking(MeshGroups.get_model_parallel_world_size)
 _get_model_parallel_rank = _asking(MeshGroups.get_model_parallel_rank)
@@ -209,9 +261,9 @@ _get_tensor_model_parallel_rank = _asking(MeshGroups.get_tensor_model_parallel_r
 _get_sequence_parallel_group = _asking(MeshGroups.get_sequence_parallel_group)
 _get_sequence_parallel_world_size = _asking(MeshGroups.get_sequence_parallel_world_size)
 _get_sequence_parallel_rank = _asking(MeshGroups.get_sequence_parallel_rank)
-_get_expert_parallel_group = _asking(MeshGroups.get_expert_parallel_group)
-_get_expert_parallel_world_size = _asking(MeshGroups.get_expert_parallel_world_size)
-_get_expert_parallel_rank = _asking(MeshGroups.get_expert_parallel_rank)
+_get_expert_parallel_group = _asking_for_experts(MeshGroups.get_expert_parallel_group)
+_get_expert_parallel_world_size = _asking_for_experts(MeshGroups.get_expert_parallel_world_size)
+_get_expert_parallel_rank = _asking_for_experts(MeshGroups.get_expert_parallel_rank)
 
 get_data_parallel_group = _get_data_parallel_group
 get_data_parallel_world_size = _get_data_parallel_world_size

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from zeroshard.engine.build_runtime import FirstValues, build_runtime
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
+from zeroshard.engine.expert_units import connect_experts, expert_parts
 from zeroshard.engine.non_finite import NanPolicy, nan_policy
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake, is_simulated
@@ -54,6 +55,7 @@ from zeroshard.precision.loss_scaler import LossScaler, scaler_from
 from zeroshard.precision.policy import Policy
 from zeroshard.session.comm_session import CommSession
 from zeroshard.session.join import join_ranks
+from zeroshard.session.opener import groups_of
 from zeroshard.session.session import decline, open_session
 from zeroshard.watchdog.uncaught import shorten_uncaught
 from zeroshard.zero.access import UnitOptimState
@@ -118,11 +120,13 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
             **_agreed_groups(draft),
             **draft.loaded.agreed(),
             "ranks that share key/value heads": str(list(draft.head_copies)),
+            "ranks that share experts": str(list(draft.expert_sizes)),
         },
-        head_copies=draft.head_copies,
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
-        ties=tied_ranks(draft.model),
+        kinds=list(
+            groups_of(draft.mesh, tied_ranks(draft.model), draft.head_copies, draft.expert_sizes)
+        ),
     )
     tell_launcher(draft.loaded, rank=draft.rank_info.rank)
     try:
@@ -173,6 +177,7 @@ def _assemble(
         settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
     )
     check_options(draft, watch)
+    connect_experts(draft, watch)
     after_bad_step = nan_policy(settings, scales_loss=scales_loss(settings, policy))
     if watch.gathers.transport == "fake":  # without other ranks gradients have no meaning
         after_bad_step = None
@@ -275,7 +280,7 @@ def _exchange(
     draft: Draft, watch: CommSession, runtime: ZeroRuntime, order: ModuleOrder
 ) -> NormExchange:
     """How norm, overflow and flags are exchanged. Collective on a mesh."""
-    if draft.mesh.is_flat:
+    if draft.mesh.is_flat and not draft.expert_sizes:
         return DataExchange(watch.world, watch.divergence)
     tied = tied_parts(draft, watch, runtime.units, runtime.reducer.buffers)
     trained = [unit for unit in runtime.units if unit.trainable]
@@ -304,7 +309,7 @@ def _exchange(
         device=draft.device,
         divergence=watch.divergence,
         order=order,
-        tied=tied,
+        others=replace(tied, experts=expert_parts(draft, watch, runtime.reducer.buffers)),
     )
 
 

@@ -165,7 +165,7 @@ def _plan_bytes(
 def _of_holders(row: UnitBytes, spec: UnitSpec, config: Config, comm: Comm) -> UnitBytes:
     """What depends on the ranks that share a unit, and on what travels between them."""
     shard_numel, nodes = row.layout.shard_numel, 1
-    if spec.tie:
+    if spec.tie or spec.experts > 1:
         row = replace(row, rank=comm.rank)
     if _rests_in_node(spec, config, comm):
         assert isinstance(comm, NestedComm)
@@ -301,7 +301,7 @@ def _build_units(
             device=device,
             store_of=store_of,
             room=room,
-            has_copies=not frame.draft.mesh.is_data_only,
+            has_copies=spec.experts > 1 or not frame.draft.mesh.is_data_only,
             group=spec.group,
         )
         units.append(unit)

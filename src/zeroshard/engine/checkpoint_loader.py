@@ -227,7 +227,7 @@ class CheckpointLoader:
 
     def _names_elsewhere(self, module: torch.nn.Module) -> tuple[set[str], set[str]]:
         """Parameters and buffers of all ranks, by name; empty if every rank has all. Collective."""
-        if self._mesh.pipeline == 1:
+        if self._mesh.pipeline * self._mesh.expert == 1:
             return set(), set()
         own = {
             "parameters": [slot.fqn for unit in self._local.units for slot in unit.layout.slots],

@@ -26,6 +26,8 @@ from zeroshard.engine.restarts import batch_of_run
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
 from zeroshard.engine.wrapping import cut_block
 from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.experts.placement import place_experts
+from zeroshard.experts.stacked import expert_block
 from zeroshard.metrics.monitors import Monitors, build_monitors
 from zeroshard.metrics.sinks import check_packages
 from zeroshard.optim.factory import build_optimizer
@@ -77,6 +79,7 @@ class Draft:
     scheduler: Any
     monitors: Monitors
     head_copies: tuple[int, ...]  # how many tensor ranks share key/value heads, each number once
+    expert_sizes: tuple[int, ...]  # how many ranks share the experts of a layer, likewise
 
     @property
     def num_terms(self) -> int:
@@ -109,9 +112,9 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         run_batch=batch_of_run(),
     )
     assert loaded.mesh is not None  # the configuration is read for training
-    mesh = loaded.mesh.mesh
-    coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     settings = loaded.config
+    mesh = replace(loaded.mesh.mesh, data_before_expert=settings.use_data_before_expert_parallelism)
+    coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     check_packages(settings)
     if settings.preemption.save_dir is not None:
         check_can_save_in(settings.preemption.save_dir)
@@ -119,6 +122,9 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     given = cut_tensor(given, mesh, loaded)  # before, because plans name layers of all stages
     note_kinds(model.parameters())
     copies = head_copies(model.parameters())  # of all stages: every rank opens the same groups
+    ties = model.ties if isinstance(model, PipelineModel) else None
+    experts = place_experts(model, mesh, rank_info.rank, loaded.origins["parallel.expert"], ties)
+    mesh = replace(mesh, expert=max(experts, default=1))
     policy = policy_from(settings)
     if isinstance(model, PipelineModel):
         model.keep(mesh.coordinate(rank_info.rank)["pipeline"], mesh.pipeline)
@@ -130,8 +136,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     check_is_cut(blocks.values(), mesh, loaded.origins["parallel.tensor"])
     check_adapters(given.model, mesh)
     device_nbytes = memory_nbytes(device)
-    if rank_info.is_main_rank and (said := cut_block(model, settings, device_nbytes)):
-        logger.info("%s", said)
+    _tell_cut(model, settings, device_nbytes, rank_info)
     specs = plan_units(
         model, settings, policy, inner,
         num_shards=len(mesh.group(rank_info.rank, SHARDS)),
@@ -144,8 +149,13 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         model, rank_info, mesh, coordinate, loaded, device, policy, inner, probes, specs,
         make_scheduler(given.lr_scheduler, inner, settings),
         build_monitors(settings) if rank_info.is_main_rank else Monitors(),
-        copies,
+        copies, experts,
     )  # fmt: skip
+
+
+def _tell_cut(model: nn.Module, settings: Config, device_nbytes: int, rank_info: RankInfo) -> None:
+    if rank_info.is_main_rank and (said := cut_block(model, settings, device_nbytes)):
+        logger.info("%s", said)
 
 
 _INIT = "the model was built under zero.Init, which shards every parameter over all ranks"
@@ -156,13 +166,15 @@ _NO_INIT = (
 
 
 def check_tensor_ranks(model: nn.Module, mesh: Mesh) -> None:
-    """Check that a model for tensor ranks was not built under ``zero.Init``.
+    """Check that a model for tensor or expert ranks was not built under ``zero.Init``.
 
     Raises:
         UnsupportedError: it was.
     """
-    if mesh.tensor > 1 and any(owner_of(param) is not None for param in model.parameters()):
-        raise UnsupportedError(f"{_INIT}, and tensor ranks have other parts. {_NO_INIT}")
+    kind = "tensor" if mesh.tensor > 1 else "expert"
+    is_cut = mesh.tensor * mesh.expert > 1
+    if is_cut and any(owner_of(param) is not None for param in model.parameters()):
+        raise UnsupportedError(f"{_INIT}, and {kind} ranks have other parts. {_NO_INIT}")
 
 
 def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
@@ -204,7 +216,10 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
 
 def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, SlotBlock]:
     """The places of the model's DTensors in their global tensors, by name."""
-    found = {name: block_of(name, p, mesh, rank) for name, p in model.named_parameters()}
+    found = {
+        name: expert_block(p) or block_of(name, p, mesh, rank)
+        for name, p in model.named_parameters()
+    }
     return {name: block for name, block in found.items() if block is not None}
 
 

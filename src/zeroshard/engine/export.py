@@ -31,7 +31,7 @@ from zeroshard.checkpoint.export_plan import (
 from zeroshard.checkpoint.local_state import persistent_buffers
 from zeroshard.comm.agreement import run_on_all_ranks
 from zeroshard.comm.dtensors import whole_of
-from zeroshard.errors import UsageError
+from zeroshard.errors import UnsupportedError, UsageError
 
 LP_PARAMS = "lp_params"
 
@@ -152,6 +152,12 @@ def _weights_of(
     engine: Any, *, exclude_frozen_parameters: bool, adapters: Sequence[str] | None = None
 ) -> _Weights:
     engine.life.check("saving weights", LP_PARAMS)
+    if engine.mesh.expert > 1:
+        raise UnsupportedError(
+            f"{engine.mesh.expert} ranks share the experts of a layer; this call writes those of rank 0, "
+            "a part of them. Save a checkpoint with engine.save_checkpoint(), and write its "
+            "weights, which are those of all experts, with: zeroshard ckpt export DIR --out model"
+        )
     module = engine.module
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):

@@ -25,33 +25,37 @@ from zeroshard.errors import UsageError
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.gradients import GradBuffer
-from zeroshard.zero.mesh_norm import TiedParts
+from zeroshard.zero.mesh_norm import OtherHolders
 from zeroshard.zero.unit import Unit
 
 
 def gathers_of(spec: UnitSpec, watch: CommSession) -> Comm:
     """The communicator that gathers a unit: that of the ranks that hold it."""
+    if spec.experts > 1:
+        return watch.experts[spec.experts]
     return watch.ties[spec.tie] if spec.tie else watch.gathers
 
 
 def reductions_of(spec: UnitSpec, watch: CommSession) -> Comm:
     """The communicator that reduces the gradients of a unit."""
+    if spec.experts > 1:
+        return watch.experts[spec.experts]
     return watch.ties[spec.tie] if spec.tie else watch.reductions
 
 
 def tied_parts(
     draft: Draft, watch: CommSession, units: Sequence[Unit], buffers: Sequence[GradBuffer]
-) -> TiedParts:
+) -> OtherHolders:
     """What the exchange of a step needs to know of tied units."""
     names = _names(draft)
     if not names:
-        return TiedParts()
+        return OtherHolders()
     places = {
         slot.fqn: at
         for at, slot in enumerate(slot for buffer in buffers for slot in buffer.unit.layout.slots)
     }
     mesh, rank = draft.mesh, draft.rank_info.rank
-    return TiedParts(
+    return OtherHolders(
         hops=[
             (watch.ties[tie], torch.tensor(mesh.tied_group(rank, tie), device=draft.device))
             if tie in watch.ties

@@ -26,6 +26,7 @@ from zeroshard.core.nbytes import StateBytes, UnitBytes
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.wrapping import WrapPlan, largest_block_numel, plan_wrapping
 from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.experts.marks import ranks_of_layer
 from zeroshard.offload.offload_plan import OffloadPlan, grad_itemsizes
 from zeroshard.optim.probe import Probe, probe
 from zeroshard.parallel.split import STAGE, PipelineModel
@@ -48,6 +49,7 @@ class UnitSpec:
     group: str = ""  # units of one group are gathered, and reduced, by one launch
     pipeline_stage: int | None = 0  # that has the unit; None: several, since the unit is tied
     tie: tuple[int, ...] = ()  # the pipeline ranks that hold the unit, if there are several
+    experts: int = 1  # ranks that share the experts of which these are some; 1: no experts, or all
 
     @property
     def is_outermost(self) -> bool:
@@ -204,11 +206,15 @@ class _Kind(NamedTuple):
 
     trainable: bool
     row: DtypeRow
+    experts: int
 
     def tags(self, kinds: Iterable[_Kind]) -> list[str]:
         """What tells it from the other ``kinds`` of a wrapped module, in names of units."""
         tags = [] if self.trainable else ["frozen"]
-        others = [k.row for k in kinds if k.trainable == self.trainable and k.row != self.row]
+        if self.experts > 1:
+            tags.append(f"experts of {self.experts}")
+        alike = [k for k in kinds if k[::2] == self[::2]]
+        others = [k.row for k in alike if k.row != self.row]
         if any(row.param != self.row.param for row in others):
             tags.append(str(self.row.param).removeprefix("torch."))
         if any(row.param == self.row.param for row in others):
@@ -248,18 +254,26 @@ class _Cut:
             # A matrix alone would be padded to the others' shards.
             is_whole = self.whole and kind.trainable
             numel = sum(shape.numel() for shape in shapes.values())
-            if self.own_numel is not None and not is_whole and numel > self.max_numel:
+            # Experts have other names on other ranks, which must have the same units.
+            is_cut = self.own_numel is not None and not is_whole and kind.experts == 1
+            if is_cut and numel > self.max_numel:
+                assert self.own_numel is not None
                 parts = _parts_of(wrapped.name, shapes, self.own_numel)
             group = ":".join([wrapped.name, *tags]) if len(parts) > 1 else ""
             for part, held in parts.items():
                 name = ":".join([part, *tags]) if len(kinds) > 1 else part
                 layout = pack(
                     [(fqn, shapes[fqn]) for fqn in held],
-                    num_shards=num_shards,
+                    num_shards=num_shards // kind.experts,
                     whole=is_whole,
                     blocks=self.blocks,
                 )
-                specs.append(UnitSpec(name, wrapped.fqn, layout, kind.row, kind.trainable, group))
+                specs.append(
+                    UnitSpec(
+                        name, wrapped.fqn, layout, kind.row, kind.trainable, group,
+                        experts=kind.experts,
+                    )
+                )  # fmt: skip
         return specs
 
     def _kind_of(self, fqn: str) -> _Kind:
@@ -268,7 +282,7 @@ class _Cut:
             raise UnsupportedError(f"parameter {fqn!r} of dtype {param.dtype} cannot be trained.")
         is_updated = self.updated is None or id(param) in self.updated
         row = self.policy.row_for(fqn, param.dtype, getattr(owner, "stands_for", owner))
-        return _Kind(param.requires_grad and is_updated, row)
+        return _Kind(param.requires_grad and is_updated, row, ranks_of_layer(param, fqn))
 
 
 def _parts_of(name: str, shapes: Mapping[str, torch.Size], own_numel: int) -> dict[str, list[str]]:
@@ -295,7 +309,7 @@ def layout_digest(specs: Iterable[UnitSpec]) -> str:
         [
             (
                 s.name,
-                [_shared(slot) for slot in s.layout.slots],
+                [_shared(slot, has_experts=s.experts > 1) for slot in s.layout.slots],
                 s.layout.full_numel,
                 s.row,
                 s.trainable,
@@ -306,9 +320,14 @@ def layout_digest(specs: Iterable[UnitSpec]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _shared(slot: Slot) -> tuple[object, ...]:
-    """What ranks must share of a slot: its name, its position, and the global tensor."""
+def _shared(slot: Slot, *, has_experts: bool) -> tuple[object, ...]:
+    """What ranks must share of a slot: its name, its position, and the global tensor.
+
+    Of experts those with the same position: their names differ.
+    """
     block = slot.block
+    if has_experts and block is None:
+        return "", slot.start, slot.shape
     rest = (slot.shape,) if block is None else (block.shape, sorted(block.split), block.largest)
     return slot.fqn, slot.start, *rest
 

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zeroshard.experts.layer import MoE as MoE
     from zeroshard.parallel.cross_entropy import (
         vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
     )
@@ -14,10 +15,11 @@ if TYPE_CHECKING:
     from zeroshard.parallel.tensor_plan import tensor_parallel as tensor_parallel
 
 _HOMES = {
-    "PipelineModel": "split",
-    "pipeline": "cut",
-    "tensor_parallel": "tensor_plan",
-    "vocab_parallel_cross_entropy": "cross_entropy",
+    "MoE": "experts.layer",
+    "PipelineModel": "parallel.split",
+    "pipeline": "parallel.cut",
+    "tensor_parallel": "parallel.tensor_plan",
+    "vocab_parallel_cross_entropy": "parallel.cross_entropy",
 }
 """Public name -> the module that has it. Importing the package alone loads nothing."""
 
@@ -26,5 +28,5 @@ __all__ = [*_HOMES]  # noqa: PLE0604
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(f"zeroshard.parallel.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(f"zeroshard.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'zeroshard.parallel' has no attribute {name!r}")

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.experts.marks import ranks_of_layer
 from zeroshard.parallel.schedules import stages_of
 from zeroshard.precision.policy import Policy
 
@@ -139,7 +140,10 @@ class PipelineModel(nn.Module):
             self.stages[-1].append(name)
         self._pieces = dict(pieces)
         self.ties = self._find_ties()
-        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.named_parameters()]
+        shapes = [
+            (name if ranks_of_layer(p, name) == 1 else "expert", tuple(p.shape), str(p.dtype))
+            for name, p in self.named_parameters()
+        ]
         plan = (shapes, self.stages, self.ties, schedule, gather, reduce, auto_limit_nbytes)
         self.digest = hashlib.sha256(repr(plan).encode()).hexdigest()  # equal on every rank
         # Names and classes of modules, also of those that keep() deletes: patterns may name them.

@@ -25,6 +25,7 @@ from zeroshard.config import Config, load_config
 from zeroshard.config.machine_file import MachineFile
 from zeroshard.errors import ConfigError, UsageError
 from zeroshard.parallel.split import PipelineModel
+from zeroshard.planner.assumptions import mesh_of
 from zeroshard.planner.audience import SILENT, Audience
 from zeroshard.planner.axes import (
     check_axes_are_free,
@@ -49,7 +50,7 @@ from zeroshard.planner.explained import explained
 from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.fit_time import search_by_time
 from zeroshard.planner.gpu_kernels import Target
-from zeroshard.planner.make_plan import config_dict, make_plan, mesh_of, with_node_size
+from zeroshard.planner.make_plan import config_dict, make_plan, with_node_size
 from zeroshard.planner.model_source import (
     can_checkpoint,
     even_split,

@@ -12,15 +12,14 @@ from zeroshard.comm.simulation import diverged, lone_rank
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.config.fields import is_auto
 from zeroshard.config.machine_file import MachineFile, Number, check_links
-from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.config.parse import read_source
 from zeroshard.core.ledger import TEMPORARY
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.mesh_sources import resolve_mesh
 from zeroshard.core.sizes import gib, gib_text
 from zeroshard.errors import UsageError
 from zeroshard.parallel.schedules import settled_after
 from zeroshard.planner.assumptions import (
+    mesh_of,
     not_modelled,
     of_sequence_ranks,
     of_two_memories,
@@ -300,12 +299,6 @@ def _check_order(of_ranks: Sequence[Simulation]) -> None:
 def _enough(source: ModelSource, mesh: Mesh) -> int | None:
     """See :func:`settled_after`."""
     return settled_after(source.schedule, source.cut_into or mesh.pipeline, mesh.pipeline)
-
-
-def mesh_of(settings: Config, ranks: int) -> Mesh:
-    """The mesh of a configuration on ``ranks`` ranks."""
-    named = mesh_from_config(settings)
-    return resolve_mesh([] if named is None else [named], ranks).mesh
 
 
 def _first_ranks(mesh: Mesh) -> list[int]:

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.agreement import ControlGroup
 from zeroshard.comm.collectives import Comm, first_line
-from zeroshard.comm.host import shut_down
+from zeroshard.comm.connect import connected_device
+from zeroshard.comm.host import new_sockets, open_sockets, shut_down
 from zeroshard.comm.layer_calls import LayerCalls, forget_layers, watch_layers
 from zeroshard.comm.nested import NestedComm
 from zeroshard.comm.recorder import Recorder
@@ -33,6 +34,7 @@ from zeroshard.errors import (
 from zeroshard.session.opener import (
     GroupKind,
     PipelineLinks,
+    own_group,
 )
 from zeroshard.session.watch import SessionWatch, divergence_text
 from zeroshard.watchdog.lone_reads import LoneReadCheck
@@ -57,6 +59,7 @@ class CommSession:
     connects all ranks; without a mesh it is ``gathers``. Else it has a recorder of its own, because the
     groups of a mesh may call different collectives. ``ties``: for each set of pipeline ranks that hold
     a tied weight and of which this rank's is one, the ranks that hold the same part of it.
+    ``experts``: for each number of ranks that share the experts of a layer, the ranks that hold the same.
     ``copies``: the ranks that hold the same parts as this one: its tensor group first, then the ranks of
     it that share key/value heads.
     ``control_group`` exchanges small texts while a rank may wait for a disk. ``session_watch`` is None
@@ -68,17 +71,21 @@ class CommSession:
     world: Comm
     copies: list[Comm] = field(default_factory=list)
     ties: dict[tuple[int, ...], Comm] = field(default_factory=dict)
+    experts: dict[int, Comm] = field(default_factory=dict)
     session_watch: SessionWatch | None = None
     make_control_group: Callable[[], ControlGroup] = ControlGroup
     groups: list[dist.ProcessGroup] = field(default_factory=list)  # destroyed with the session
     sockets: Mapping[int, str] = field(default_factory=dict)  # of ``groups``
     pipeline: PipelineLinks | None = None  # between the ranks that hold the stages of one model
     layers: Recorder | None = None  # of the collectives of layers, in the program's tensor groups
+    leave: list[Callable[[], None]] = field(default_factory=list)  # of layers that use ``groups``
 
     def place(self, kind: GroupKind, comms: Sequence[Comm]) -> None:
         """Use ``comms`` for this rank's group of one kind: first "holders" or "node"."""
         if kind.tie:
             self.ties[kind.tie] = comms[0]
+        elif kind.experts > 1:
+            self.experts[kind.experts] = comms[0]
         elif kind.holds_copies:
             self.copies.append(comms[0])
         elif kind.name in ("holders", "node"):
@@ -127,7 +134,8 @@ class CommSession:
     @property
     def comms(self) -> list[Comm]:
         """Each communicator once, also the hops of one that has two."""
-        comms = (*self.ties.values(), *self.copies, self.reductions, self.gathers, self.world)
+        apart = (*self.ties.values(), *self.experts.values(), *self.copies)
+        comms = (*apart, self.reductions, self.gathers, self.world)
         hops = [part for comm in comms for part in (comm, *getattr(comm, "hops", ()))]
         return list({id(comm): comm for comm in hops}.values())
 
@@ -179,6 +187,21 @@ class CommSession:
         """Note that a call of this rank ended with an error. Reports of the same step say so."""
         if self.session_watch is not None:
             self.session_watch.note_failure(text)
+
+    def open_group(
+        self, groups: Sequence[tuple[int, ...]], rank: int, device: torch.device
+    ) -> dist.ProcessGroup:
+        """A process group for layers, over that of ``groups`` that ``rank`` is in. Collective.
+
+        It is closed with the session.
+        """
+        before, world = open_sockets(), dist.group.WORLD
+        assert world is not None  # several ranks
+        group = own_group(groups, rank, connected_device(world, device))
+        assert group is not None  # every rank is in one
+        self.groups.append(group)
+        self.sockets = {**self.sockets, **new_sockets(before)}
+        return group
 
     def watch_layers(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Record the collectives of layers in these groups, which the program opened for tensor ranks."""
@@ -247,6 +270,8 @@ class CommSession:
     def close(self, reason: str = "") -> None:
         """End the watch, then the connections. ``reason``: the error that ended this engine, or ""."""
         leave_uncaught(self)
+        while self.leave:
+            self.leave.pop()()
         if self.session_watch is not None:
             self.session_watch.close(reason)
         for comm in self.comms:

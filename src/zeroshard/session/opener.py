@@ -57,13 +57,15 @@ class GroupKind:
     """A kind of groups: lists of ranks.
 
     ``tie``: the pipeline ranks that share a tied weight. ``holds_copies``: ranks of a tensor group, some
-    of whose parameters are the same.
+    of whose parameters are the same. ``experts``: above 1, the groups hold the same experts, and so many
+    ranks share those of a layer.
     """
 
     name: str
     groups: Sequence[tuple[int, ...]]
     tie: tuple[int, ...] = ()
     holds_copies: bool = False
+    experts: int = 1
 
     @property
     def carries_units(self) -> bool:
@@ -72,11 +74,15 @@ class GroupKind:
 
 
 def groups_of(
-    mesh: Mesh, ties: Sequence[tuple[int, ...]], head_copies: Sequence[int]
+    mesh: Mesh,
+    ties: Sequence[tuple[int, ...]],
+    head_copies: Sequence[int],
+    expert_sizes: Sequence[int] = (),
 ) -> Iterator[GroupKind]:
     """The kinds of groups that a mesh needs besides all ranks.
 
     ``head_copies``: how many neighbours in a tensor group share key/value heads, each number once.
+    ``expert_sizes``: how many ranks share the experts of a layer, likewise.
     """
     if mesh.node > 1:
         ranks = range(mesh.world_size)
@@ -94,6 +100,8 @@ def groups_of(
             yield GroupKind(f"heads-of-{copies}", runs, holds_copies=True)
     for number, tie in enumerate(ties):
         yield GroupKind(f"tied-{number}", mesh.tied_groups(tie), tie)
+    for size in expert_sizes:
+        yield GroupKind(f"experts-{size}", mesh.expert_holder_groups(size), experts=size)
 
 
 def own_group(
@@ -230,9 +238,12 @@ class SessionOpener:
             )  # fmt: skip
         return recorder
 
-    def open_layers(self, mesh: Mesh) -> Recorder | None:
-        """A recorder of the collectives of layers; None without tensor and sequence ranks."""
-        members = mesh.group(self.crew.ranks[self.crew.me], {"tensor", "sequence"})
+    def open_layers(self, mesh: Mesh, expert_sizes: Sequence[int]) -> Recorder | None:
+        """A recorder of the collectives of layers; None without tensor, sequence and expert ranks."""
+        rank = self.crew.ranks[self.crew.me]
+        found = set(mesh.group(rank, {"tensor", "sequence"}))
+        found.update(*(mesh.expert_group(rank, size) for size in expert_sizes))
+        members = tuple(sorted(found))
         if len(members) == 1:
             return None
         return self.watch_group(f"layers of {rank_ranges(members)}", "layers", members)

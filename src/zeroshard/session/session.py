@@ -60,14 +60,13 @@ def open_session(
     call: str = "initialize",
     separate_reductions: bool = False,
     mesh: Mesh | None = None,
-    ties: Sequence[tuple[int, ...]] = (),
-    head_copies: Sequence[int] = (),
+    kinds: Sequence[GroupKind] | None = None,
 ) -> CommSession:
     """Open communicators after all ranks have agreed on ``plan``. Collective.
 
     ``call``: the function that the program called. Only ``initialize`` gets a control group. ``mesh``:
-    of all ranks; None: all of them hold the same parameters. ``ties``: the sets of pipeline ranks that
-    hold a tied weight. ``head_copies``: see :func:`~.session_opener.groups_of`.
+    of all ranks; None: all of them hold the same parameters. ``kinds``: of groups that the
+    model needs (:func:`~.opener.groups_of`); None: those that every model needs.
     ``separate_reductions``: gathers and reductions run at the same time, so on NCCL ``initialize`` opens
     a second communicator for reductions.
 
@@ -79,7 +78,7 @@ def open_session(
     settings = trust if isinstance(trust, WatchdogSettings) else WatchdogSettings.from_config(trust)
     settings = settings.with_environment()
     mesh = mesh or Mesh()
-    kinds = list(groups_of(mesh, ties, head_copies))
+    kinds = list(groups_of(mesh, (), ())) if kinds is None else kinds
     purposes = _purposes(call, separate_reductions)
     if not _several(group):
         return _unwatched(transport, device, group, mesh, kinds, purposes)
@@ -260,7 +259,7 @@ def _open(
             wanted = purposes if kind.carries_units else ("exchange",)
             if found := opener.open_group(kind, wanted):
                 session.place(kind, found)
-        session.layers = opener.open_layers(mesh)
+        session.layers = opener.open_layers(mesh, [k.experts for k in kinds if k.experts > 1])
         if mesh.pipeline > 1:
             session.pipeline = opener.open_pipeline(mesh)
     except BaseException as error:

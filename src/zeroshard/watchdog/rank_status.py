@@ -42,8 +42,8 @@ OWN_FILES = (
         _PACKAGE + part + os.sep
         for part in (
             "run", "comm", "watchdog", "session", "metrics", "device", "memory", "offload", "optim",
-            "precision", "zero", "checkpoint", "parallel", "sequence", "data", "engine", "deepspeed",
-            "integrations",
+            "precision", "zero", "checkpoint", "experts", "parallel", "sequence", "data", "engine",
+            "deepspeed", "integrations",
         )
     ),
     _TORCH, threading.__file__, contextlib.__file__,

@@ -46,6 +46,9 @@ class Exchanged:
     words_WK: Tensor  # the flags of the holders of this rank's shards
     lost_edit: Tensor | None  # the largest of all ranks
     loss: Tensor  # fp64 ``[2]``: the sum over ranks of weight times loss, and that of the weights
+    apart: Sequence[
+        tuple[Tensor, Sequence[bool]]
+    ] = ()  # words of other holders, and of which flags
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -168,6 +171,9 @@ def global_norm(
     if not all(flags):  # only a rank without some gradients needs the flags of the others
         fake = isinstance(seen.words_WK, FakeTensor)
         has_grad = flags if fake else unpack_any(seen.words_WK, len(flags))
+        for words_WK, theirs in () if fake else seen.apart:
+            found = unpack_any(words_WK, len(flags))
+            has_grad = [f if own else h for f, own, h in zip(found, theirs, has_grad, strict=True)]
         untouched = _without_grad(buffers, has_grad)
     return GlobalNorm(total, total.isfinite().logical_not(), untouched, seen.lost_edit, seen.loss)
 

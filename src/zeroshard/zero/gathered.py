@@ -60,7 +60,7 @@ class GatheredParameters:
             _check_rank(modifier_rank, _num_holders(unit.comm))
             if modifier_rank is not None and unit.has_copies:
                 raise UnsupportedError(
-                    "GatheredParameters(modifier_rank=...) on a mesh with tensor or pipeline "
+                    "GatheredParameters(modifier_rank=...) on a mesh with tensor, pipeline or expert "
                     "parallelism: one rank does not hold the whole parameter, so it cannot edit it for "
                     "all. Give every rank the global values with "
                     "zeroshard.zero.safe_set_full_fp32_param(param, value)."

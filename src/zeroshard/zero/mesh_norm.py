@@ -43,18 +43,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class TiedParts:
-    """What this rank has of the units that are tied over pipeline ranks.
+class ExpertParts:
+    """What this rank has of experts that some ranks share.
+
+    ``comm`` connects ``members``, the ranks that hold the same experts. ``flags``: for each flag of this
+    rank, whether it is that of a parameter that only these ranks have.
+    """
+
+    comm: Comm
+    members: Tensor
+    flags: Sequence[bool]
+
+
+@dataclass(frozen=True, eq=False)
+class OtherHolders:
+    """What this rank has of units with other holders: tied over pipeline ranks, and shared experts.
 
     ``hops``: for each group of such ranks in the model, the communicator and its ranks; None if this rank
     is not one of them. ``flags``: for each tied parameter of the model, the index of its flag among this
     rank's flags; None if it is not here or not trained. Both have the same length on every rank.
-    ``positions``: the tied parameters here, by position in the model.
+    ``positions``: the tied parameters here, by position in the model. ``experts``: equally many on every
+    rank.
     """
 
     hops: Sequence[tuple[Comm, Tensor] | None] = ()
     flags: Sequence[int | None] = ()
     positions: frozenset[int] = frozenset()
+    experts: Sequence[ExpertParts] = ()
 
 
 #: After the sum of squares, the world's history, the order of modules, the sum over copies, and the loss
@@ -72,7 +87,7 @@ class MeshExchange:
     from the same numbers, so the sums must agree. They do not if the ranks train on different samples.
 
     ``holders`` reduces gradients. It has one hop; with replicas or nodes it has two. The ranks of a hop
-    compare its history. ``tied``: units with other
+    compare its history. ``others``: units with other
     holders.
 
     ``copied``: by position in the model, the names of parameters that the tensor dimension does not cut.
@@ -96,13 +111,13 @@ class MeshExchange:
         device: torch.device,
         divergence: Divergence,
         order: ModuleOrder,
-        tied: TiedParts = TiedParts(),
+        others: OtherHolders = OtherHolders(),
     ) -> None:
         self._order = order
-        self._tied = tied
+        self._others = others
         # [T, K]: what the flag of a tied parameter adds to the packed flags of this rank
-        self._flag_words = torch.zeros(len(tied.flags), num_words, dtype=torch.float64)
-        for row, index in enumerate(tied.flags):
+        self._flag_words = torch.zeros(len(others.flags), num_words, dtype=torch.float64)
+        for row, index in enumerate(others.flags):
             if index is not None:
                 self._flag_words[row, index // BITS] = 2.0 ** (index % BITS)
         self._flag_words = self._flag_words.to(device)
@@ -116,7 +131,7 @@ class MeshExchange:
         self._hops: list[tuple[Comm, Tensor] | None] = [
             (hop, torch.tensor(getattr(hop, "ranks", (rank,)), device=device)) for hop in hops
         ]
-        self._hops += tied.hops
+        self._hops += [*others.hops, *((part.comm, part.members) for part in others.experts)]
         # on an accelerator: the sums of the step before on the host, and the event of their copy
         self._before: tuple[Tensor, Event] | None = None
         own = [float(num_words), float(len(copied)), precision]
@@ -145,7 +160,7 @@ class MeshExchange:
         counted = [norm for at, norm in norms if self._is_counted(at)]
         padding = [0.0] * (self._num_words - len(words))
         hashes = [0.0 if hop is None else hop[0].recorder.hash32 for hop in self._hops]
-        flags = [self._flag(words, index) for index in self._tied.flags]
+        flags = [self._flag(words, index) for index in self._others.flags]
         host = on_device(
             [
                 world.recorder.hash32, self._order.hash48, loss.weight,
@@ -172,6 +187,7 @@ class MeshExchange:
             self._check_copies(rows[:, 2:4], norms)
         first = _FIRST_HOP + len(hashes)
         words_WK = rows[self._members][:, first + len(flags) :]
+        apart = [(rows[e.members][:, first + len(flags) :], e.flags) for e in self._others.experts]
         if flags:
             anywhere_T = rows[:, first : first + len(flags)].amax(0)
             shared_K = torch.zeros_like(words_WK[0])  # of which lost_edit may be the last
@@ -182,6 +198,7 @@ class MeshExchange:
             words_WK,
             None if lost_edit is None else rows[:, -1].amax(),
             rows[:, 4:6].sum(0),
+            apart,
         )
 
     def _check_hops(self, rows: Tensor) -> None:
@@ -195,7 +212,7 @@ class MeshExchange:
 
     def _is_counted(self, position: int) -> bool:
         """Whether this rank counts its part of a parameter, which another one may have as well."""
-        in_replica = self._counts or position in self._tied.positions
+        in_replica = self._counts or position in self._others.positions
         return in_replica and position not in self._uncounted
 
     def _flag(self, words: Sequence[float], index: int | None) -> float:

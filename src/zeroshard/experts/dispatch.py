@@ -1,0 +1,122 @@
+"""Takes tokens to their experts and brings the results back: two dispatchers behind one protocol.
+
+``S``: tokens of a rank. ``M``: elements of a token. ``E``: experts of the layer, ``L`` of which are on
+each of ``P`` ranks. ``K``: experts per token. ``C``: places of a rank at each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.experts.gate import Routes
+from zeroshard.experts.token_exchange import exchange_counts, exchange_rows
+
+RunExperts = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Runs the experts of this rank: the rows of each, 4-dim with the elements of a token last."""
+
+
+class Dispatcher(Protocol):
+    """Computes the weighted sum of the experts' results for each token. Collective over ``group``."""
+
+    def __call__(
+        self, x_SM: Tensor, routes: Routes, run: RunExperts, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        """``[S, elements of a result]`` in the dtype of the results. ``group``: None: one rank has all.
+
+        A token that was dropped everywhere gets zeros.
+        """
+
+
+def dispatch_to_places(
+    x_SM: Tensor, routes: Routes, run: RunExperts, group: dist.ProcessGroup | None
+) -> Tensor:
+    """The dispatcher for a capacity: each rank has C places at each expert, and empty ones are zeros.
+
+    All messages have the same size, which the host knows, so it waits for no device. Sends, in each
+    direction and in forward and backward, ``(P - 1) / P * E * C * M`` elements.
+    """
+    (tokens, width), experts = x_SM.shape, len(routes.counts_E)
+    places = routes.capacity
+    assert places is not None
+    empty = experts * places
+    slot_SK = torch.where(routes.expert_SK >= 0, routes.expert_SK * places + routes.place_SK, empty)
+    source = torch.full((empty + 1,), tokens, dtype=torch.int64, device=x_SM.device)
+    token_SK = torch.arange(tokens, device=x_SM.device).unsqueeze(1).expand_as(slot_SK)
+    source.scatter_(0, slot_SK.flatten(), token_SK.flatten())
+    rows = torch.cat([x_SM, x_SM.new_zeros(1, width)])[source[:-1]]
+    size = 1 if group is None else group.size()
+    share = [empty // size] * size
+    if group is not None:
+        rows = exchange_rows(rows, share, share, group)
+    rows_PLCM = rows.view(size, experts // size, places, width)
+    done = torch.cat(list(run(rows_PLCM.split(1, dim=1))), dim=1)
+    done = done.reshape(empty, done.shape[-1])
+    if group is not None:
+        done = exchange_rows(done, share, share, group)
+    done = torch.cat([done, done.new_zeros(1, done.shape[-1])])
+    return _weighted(done[slot_SK.flatten()], routes)
+
+
+def dispatch_all(
+    x_SM: Tensor, routes: Routes, run: RunExperts, group: dist.ProcessGroup | None
+) -> Tensor:
+    """The dispatcher that drops no token. Sizes are exchanged first, then exactly the rows that move.
+
+    The host waits for the sizes. Sends, in each direction and in forward and backward, K rows per token,
+    without those that stay. One rank may get the rows of all ranks.
+    """
+    expert = routes.expert_SK.flatten()
+    experts, per_token = len(routes.counts_E), routes.expert_SK.shape[1]
+    # Tokens that go nowhere (padding) come last, and are cut off.
+    key = torch.where(expert >= 0, expert, experts)
+    order = key.argsort(stable=True)
+    counts_E = torch.bincount(key, minlength=experts + 1)[:experts]
+    size = 1 if group is None else group.size()
+    counts_PL = counts_E.view(size, -1)
+    got_PL = counts_PL if group is None else exchange_counts(counts_PL, group)
+    # One copy to the host for both.
+    sent, got = torch.stack([counts_PL, got_PL]).tolist()
+    num_sent = [sum(row) for row in sent]
+    order = order[: sum(num_sent)]
+    rows = x_SM[order // per_token]
+    if group is not None:
+        num_got = [sum(row) for row in got]
+        rows = exchange_rows(rows, num_sent, num_got, group)
+        done = _by_expert(rows, got, run)
+        done = exchange_rows(done, num_got, num_sent, group)
+    else:
+        done = _by_expert(rows, got, run)
+    back = torch.zeros(len(expert), done.shape[1], dtype=done.dtype, device=done.device)
+    return _weighted(back.index_copy(0, order, done), routes)
+
+
+def _by_expert(rows: Tensor, got_PL: Sequence[Sequence[int]], run: RunExperts) -> Tensor:
+    """Run the experts on rows that are sorted by the rank they came from, then by expert.
+
+    Every expert runs, also one without a row: so its parameters have gradients on every rank, or on none.
+    """
+    if len(got_PL) == 1:
+        pieces = list(rows.split(list(got_PL[0])))
+    else:
+        flat = [count for row in got_PL for count in row]
+        parts, local = rows.split(flat), len(got_PL[0])
+        pieces = [torch.cat(parts[at::local]) for at in range(local)]
+    done = [
+        each.reshape(-1, each.shape[-1]) for each in run([p.view(1, 1, *p.shape) for p in pieces])
+    ]
+    if len(got_PL) == 1:
+        return torch.cat(done)
+    split = [each.split([row[at] for row in got_PL]) for at, each in enumerate(done)]
+    return torch.cat([of_expert[rank] for rank in range(len(got_PL)) for of_expert in split])
+
+
+def _weighted(rows: Tensor, routes: Routes) -> Tensor:
+    """The sum over a token's experts of weight times result. ``rows``: ``[S * K, M]``."""
+    tokens, per_token = routes.weight_SK.shape
+    summed = (rows.view(tokens, per_token, -1) * routes.weight_SK.unsqueeze(-1)).sum(1)
+    return summed.to(rows.dtype)

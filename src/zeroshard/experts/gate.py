@@ -1,0 +1,269 @@
+"""The gate of a layer with experts: which experts a token goes to, and with which weight.
+
+The rules, also those for dropping tokens, are those of DeepSpeed's ``MoE`` layer: Switch Transformer
+(arXiv 2101.03961) for one expert per token, GShard (arXiv 2006.16668) for two, and the most probable
+tokens of each expert for more. Pure functions of the logits, apart from the random numbers that noise and
+random token selection draw from torch's default generator of the device.
+
+``S``: tokens of a rank. ``E``: experts of the layer. ``K``: experts per token. ``C``: the capacity, the
+places that a rank has at each expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zeroshard.errors import UsageError
+
+NOISE = (None, "None", "Jitter", "RSample")
+"""DeepSpeed's values of ``noisy_gate_policy``."""
+
+_JITTER = 1e-2
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Routes:
+    """Where the tokens of a rank go.
+
+    ``expert_SK``: int64, -1 where the token was dropped. ``place_SK``: int64, its place at the expert,
+    below ``capacity``; 0 where it was dropped. ``weight_SK``: the factor of the expert's result, 0 where
+    it was dropped. ``capacity``: None: nothing is dropped. ``l_aux``: the load-balancing loss, 0-dim.
+    ``counts_E``: int64, tokens that chose each expert, before any was dropped.
+    """
+
+    expert_SK: Tensor
+    place_SK: Tensor
+    weight_SK: Tensor
+    capacity: int | None
+    l_aux: Tensor
+    counts_E: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """How tokens are selected. ``capacity_factor``: None: no token is dropped."""
+
+    capacity_factor: float | None = 1.0
+    min_capacity: int = 4
+    noise: str | None = None
+    random_tokens: bool = True
+    samples_second: bool = True
+
+
+def capacity_of(tokens: int, experts: int, per_token: int, how: Selection) -> int | None:
+    """The places of a rank at each expert.
+
+    >>> capacity_of(10, 4, 1, Selection(1.0, min_capacity=2)), capacity_of(4, 4, 1, Selection())
+    (3, 4)
+    """
+    if how.capacity_factor is None:
+        return None
+    # In fp32, as DeepSpeed computes it: in fp64 a product may round up elsewhere.
+    share = torch.tensor(tokens / experts) * torch.tensor(how.capacity_factor * per_token)
+    return max(ceil(float(share)), how.min_capacity)
+
+
+def _one_hot(index_S: Tensor, experts: int) -> Tensor:
+    return F.one_hot(index_S, experts)
+
+
+def _gumbel_like(x: Tensor) -> Tensor:
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    drawn: Tensor = torch.distributions.Gumbel(zero, zero + 1).rsample(x.shape)
+    return drawn
+
+
+def choose_one(logits_SE: Tensor, how: Selection, used_S: Tensor | None = None) -> Routes:
+    """Each token goes to its most probable expert, with its probability as weight.
+
+    ``used_S``: 0 for tokens that go nowhere, such as padding.
+    """
+    tokens, experts = logits_SE.shape
+    noisy_SE = logits_SE + _gumbel_like(logits_SE) if how.noise == "RSample" else None
+    gates_SE = logits_SE.softmax(1)
+    index_S = (gates_SE if noisy_SE is None else noisy_SE).argmax(1)
+    mask_SE = _one_hot(index_S, experts)
+    if used_S is not None:
+        mask_SE = mask_SE * used_S.reshape(-1, 1).to(mask_SE.dtype)
+    counts_E = mask_SE.sum(0)
+    l_aux = (gates_SE.mean(0) * mask_SE.to(gates_SE.dtype).mean(0)).sum() * experts
+    capacity = capacity_of(tokens, experts, 1, how)
+    # Drawn also where nothing is dropped, as DeepSpeed does: later draws are then the same.
+    rank_SE = mask_SE * torch.rand_like(logits_SE) if how.random_tokens else mask_SE
+    if capacity is not None:
+        kept_CE = rank_SE.topk(min(capacity, tokens), dim=0).indices
+        mask_SE = mask_SE * torch.zeros_like(mask_SE).scatter_(0, kept_CE, 1)
+    place_SE = mask_SE.cumsum(0) - 1
+    return _routes(gates_SE, [(index_S, mask_SE, place_SE)], capacity, l_aux, counts_E)
+
+
+def choose_two(logits_SE: Tensor, how: Selection) -> Routes:
+    """Each token goes to two experts, with their probabilities as weights, scaled to the sum 1.
+
+    First choices have the first places at an expert. The second expert is drawn with the probabilities of
+    the rest if ``how.samples_second``, else it is the second most probable.
+    """
+    _, experts = logits_SE.shape
+    gates_SE = logits_SE.softmax(1)
+    first_S = gates_SE.argmax(1)
+    mask_SE = _one_hot(first_S, experts)
+    if how.samples_second:
+        logits_SE = logits_SE + _gumbel_like(logits_SE)
+    second_S = logits_SE.masked_fill(mask_SE.bool(), float("-inf")).argmax(1)
+    second_SE = _one_hot(second_S, experts)
+    place_SE = mask_SE.cumsum(0) - 1
+    place2_SE = second_SE.cumsum(0) - 1 + mask_SE.sum(0)
+    l_aux = (gates_SE.mean(0) * mask_SE.to(gates_SE.dtype).mean(0)).mean() * experts**2
+    counts_E = (mask_SE + second_SE).sum(0)
+    capacity = capacity_of(len(logits_SE), experts, 2, how)
+    if capacity is not None:
+        mask_SE = mask_SE * (place_SE < capacity)
+        second_SE = second_SE * (place2_SE < capacity)
+    chosen = [(first_S, mask_SE, place_SE), (second_S, second_SE, place2_SE)]
+    return _scaled(_routes(gates_SE, chosen, capacity, l_aux, counts_E))
+
+
+def choose_several(logits_SE: Tensor, per_token: int, how: Selection) -> Routes:
+    """Each token goes to its ``per_token`` most probable experts; weights are scaled to the sum 1.
+
+    Of the tokens that chose an expert, the most probable ones are kept.
+    """
+    tokens, experts = logits_SE.shape
+    gates_SE = logits_SE.softmax(1)
+    top_SK, index_SK = gates_SE.topk(per_token, dim=1)
+    mask_SE = torch.zeros_like(gates_SE, dtype=torch.int64).scatter_(1, index_SK, 1)
+    counts_E = mask_SE.sum(0)
+    balance = (gates_SE.mean(0) * mask_SE.to(gates_SE.dtype).mean(0)).mean()
+    l_aux = balance * experts**2 / per_token
+    capacity = capacity_of(tokens, experts, per_token, how)
+    if capacity is not None:
+        chosen_SE = torch.zeros_like(gates_SE).scatter(1, index_SK, top_SK)
+        kept_CE = chosen_SE.topk(min(capacity, tokens), dim=0, sorted=False).indices
+        mask_SE = mask_SE * torch.zeros_like(mask_SE).scatter_(0, kept_CE, 1)
+    place_SE = mask_SE.cumsum(0) - 1
+    chosen = [(index_S, mask_SE, place_SE) for index_S in index_SK.unbind(1)]
+    return _scaled(_routes(gates_SE, chosen, capacity, l_aux, counts_E))
+
+
+def _routes(
+    gates_SE: Tensor,
+    chosen: list[tuple[Tensor, Tensor, Tensor]],
+    capacity: int | None,
+    l_aux: Tensor,
+    counts_E: Tensor,
+) -> Routes:
+    """``chosen``: for each choice of a token the expert ``[S]``, what is kept and its place ``[S,
+    E]``."""
+    index_SK = torch.stack([index_S for index_S, _, _ in chosen], 1)
+
+    def picked(x_SE: Tensor, at: int) -> Tensor:
+        return x_SE.gather(1, index_SK[:, at : at + 1])
+
+    kept_SK = torch.cat([picked(mask, at) for at, (_, mask, _) in enumerate(chosen)], 1)
+    place_SK = torch.cat([picked(place, at) for at, (_, _, place) in enumerate(chosen)], 1)
+    weight_SK = gates_SE.gather(1, index_SK) * kept_SK
+    index_SK = torch.where(kept_SK.bool(), index_SK, -1)
+    return Routes(index_SK, place_SK * kept_SK, weight_SK, capacity, l_aux, counts_E.detach())
+
+
+def _scaled(routes: Routes) -> Routes:
+    """The same routes with weights whose sum is 1 for each token that is not dropped everywhere."""
+    weight_SK = routes.weight_SK
+    total_S1 = weight_SK.sum(1, keepdim=True).clamp(min=torch.finfo(weight_SK.dtype).eps)
+    return Routes(
+        routes.expert_SK,
+        routes.place_SK,
+        weight_SK / total_S1,
+        routes.capacity,
+        routes.l_aux,
+        routes.counts_E,
+    )
+
+
+class TopKGate(nn.Module):
+    """A linear gate over ``num_experts`` experts, of which each token gets ``k``. Arguments as of
+    ``MoE``.
+
+    It computes in fp32, or in fp64 for fp64 tokens. ``wg``: the linear layer, ``[E, M]`` without bias.
+
+    Raises:
+        UsageError: ``k`` or ``noisy_gate_policy`` is not possible.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        ep_group: Any = None,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        del ep_group  # the layer has it
+        if not 1 <= k <= num_experts:
+            raise UsageError(
+                f"MoE: k is {k}, and the layer has num_experts {num_experts}: a token goes to at least "
+                "one "
+                "expert, and to each at most once."
+            )
+        if noisy_gate_policy not in NOISE:
+            raise UsageError(
+                f"MoE: noisy_gate_policy is {noisy_gate_policy!r}. It is None, 'Jitter' (noise on the "
+                "gate's input) or 'RSample' (noise on its logits, for k=1)."
+            )
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.min_capacity = min_capacity
+        self.noisy_gate_policy = noisy_gate_policy
+        self.drop_tokens = drop_tokens
+        self.use_rts = use_rts
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+
+    def logits(self, x_SM: Tensor) -> Tensor:
+        """The gate's opinion of each token about each expert, ``[S, E]`` in fp32, or fp64 for fp64."""
+        dtype = torch.promote_types(x_SM.dtype, torch.float32)
+        x_SM = x_SM.to(dtype)
+        if self.noisy_gate_policy == "Jitter" and self.training:
+            x_SM = x_SM * (torch.rand_like(x_SM) * (2 * _JITTER) + (1 - _JITTER))
+        with torch.autocast(x_SM.device.type, enabled=False):
+            return F.linear(x_SM, self.wg.weight.to(dtype))
+
+    def forward(self, x_SM: Tensor, used_token: Tensor | None = None) -> Routes:
+        """The routes of the tokens ``[S, M]``. ``used_token``: ``[S]``, 0 for padding; for ``k=1``.
+
+        Raises:
+            UsageError: ``used_token`` with another ``k``.
+        """
+        if used_token is not None and self.k > 1:
+            raise UsageError(
+                f"MoE: used_token was given, but the layer has k={self.k}, and only k=1 can leave "
+                "tokens out."
+            )
+        logits_SE = self.logits(x_SM)
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        how = Selection(
+            float(factor) if self.drop_tokens else None,
+            int(self.min_capacity),
+            self.noisy_gate_policy if self.training else None,
+            self.use_rts,
+            self.top2_2nd_expert_sampling,
+        )
+        if self.k == 1:
+            return choose_one(logits_SE, how, used_token)
+        if self.k == 2:
+            return choose_two(logits_SE, how)
+        return choose_several(logits_SE, self.k, how)

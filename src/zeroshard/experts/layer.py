@@ -1,0 +1,294 @@
+"""The layer with experts: ``zeroshard.parallel.MoE``, which is also DeepSpeed's ``MoE``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zeroshard.comm.env import current_rank_info
+from zeroshard.comm.layer_calls import announce
+from zeroshard.core.mesh import Mesh
+from zeroshard.errors import UsageError
+from zeroshard.experts.dispatch import Dispatcher, dispatch_all, dispatch_to_places
+from zeroshard.experts.gate import TopKGate
+from zeroshard.experts.marks import mark
+from zeroshard.experts.token_exchange import TokenLink
+
+
+class ExpertList(nn.Module):
+    """The experts of this rank. Their names are their numbers in the whole layer, on every rank.
+
+    Indices count from this rank's first expert, as those of a list.
+    """
+
+    def __init__(self, experts: Sequence[nn.Module], first: int) -> None:
+        super().__init__()
+        for at, expert in enumerate(experts):
+            self.add_module(str(first + at), expert)
+
+    def renumber(self, first: int) -> None:
+        """Let the first expert be number ``first`` of the layer."""
+        experts = list(self)
+        self._modules.clear()
+        for at, expert in enumerate(experts):
+            self.add_module(str(first + at), expert)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.children())
+
+    def __getitem__(self, at: int) -> nn.Module:
+        return list(self)[at]
+
+
+class Experts(nn.Module):
+    """The experts of this rank: see :class:`ExpertList`. ``ep_size``: ranks that share those of the
+    layer."""
+
+    def __init__(self, experts: Sequence[nn.Module], first: int, ep_size: int) -> None:
+        super().__init__()
+        self.deepspeed_experts = ExpertList(experts, first)
+        self.num_local_experts = len(experts)
+        for param in self.parameters():
+            mark(param, ep_size)
+
+    def run(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Each expert on its rows. Of results that are tuples the first item counts (the rest are
+        biases)."""
+        results = [expert(own) for expert, own in zip(self.deepspeed_experts, rows, strict=True)]
+        return [result[0] if isinstance(result, tuple) else result for result in results]
+
+    def forward(self, inputs_PLCM: Tensor) -> Tensor:
+        """``[P, L, C, M]`` through L experts, along dimension 1."""
+        return torch.cat(self.run(inputs_PLCM.split(1, dim=1)), dim=1)
+
+
+class MOELayer(nn.Module):
+    """A gate and experts, without a residual branch. ``l_aux`` and ``exp_counts`` are those of the last
+    call."""
+
+    def __init__(self, gate: TopKGate, experts: Experts, ep_size: int, num_experts: int) -> None:
+        super().__init__()
+        self.gate, self.experts = gate, experts
+        self.ep_size, self.num_experts = ep_size, num_experts
+        self.num_local_experts = experts.num_local_experts
+        self._link = TokenLink()
+        self.l_aux: Tensor | None = None
+        self.exp_counts: Tensor | None = None
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the experts; None before ``initialize``, or if there is one."""
+        return self._link.group
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
+        """The experts' weighted results, of the shape of ``hidden_states``."""
+        if self.ep_size > 1 and self.ep_group is None:
+            raise UsageError(
+                f"a MoE layer with ep_size {self.ep_size} ran before its ranks were connected. Pass the "
+                "model "
+                "to initialize() first: the other experts are on other ranks."
+            )
+        x_SM = hidden_states.reshape(-1, hidden_states.shape[-1])
+        routes = self.gate(x_SM, used_token)
+        self.l_aux, self.exp_counts = routes.l_aux, routes.counts_E
+        dispatch: Dispatcher = dispatch_all if routes.capacity is None else dispatch_to_places
+        done = dispatch(x_SM, routes, self.experts.run, self.ep_group)
+        return done.reshape(*hidden_states.shape[:-1], -1)
+
+
+class MoE(nn.Module):
+    """A layer with experts, of which each token gets ``k``. The arguments are DeepSpeed's.
+
+    ``hidden_size``: elements of a token. ``expert``: a module, of which each expert is a copy with the
+    same
+    first values; or a function that makes one, which is called for each expert of the layer in order, so
+    that their values differ and do not depend on ``ep_size``. ``num_experts``: of the layer. ``ep_size``:
+    ranks that share them; each has ``num_experts / ep_size``. With ``drop_tokens`` a rank may send
+    ``max(ceil(tokens / num_experts * capacity_factor * k), min_capacity)`` tokens to an expert, in eval
+    mode with ``eval_capacity_factor``; further ones are dropped: the first tokens keep their places for
+    ``k=2``, the most probable ones for more; for ``k=1`` it is random with ``use_rts``. Without
+    ``drop_tokens`` none is dropped, and results do not depend on ``ep_size``. ``use_residual``: adds a
+    dense
+    expert (arXiv 2201.05596). ``noisy_gate_policy``: None, ``"Jitter"`` or ``"RSample"``.
+    ``top2_2nd_expert_sampling``: draw the second expert for ``k=2``. ``use_tutel`` has no effect.
+    ``enable_expert_tensor_parallelism``: see :func:`zeroshard.parallel.tensor_parallel`; without it,
+    tensor
+    ranks hold whole experts. ``mesh``: the mesh of the run, if it has tensor ranks and ``expert`` is a
+    function.
+
+    Raises:
+        UsageError: numbers do not divide, or there are too few ranks.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module | Callable[[], nn.Module],
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+        *,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__()
+        del use_tutel
+        check_sizes(num_experts, ep_size)
+        self.hidden_size, self.num_experts, self.ep_size = hidden_size, num_experts, ep_size
+        self.num_local_experts = num_experts // ep_size
+        self.expert_group_name = f"ep_size_{ep_size}"
+        self.use_residual = use_residual
+        self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
+        self.makes_experts = not isinstance(expert, nn.Module)
+        place = _own_place(ep_size, mesh)
+        first = place * self.num_local_experts
+        own = _own_experts(expert, num_experts, first, self.num_local_experts)
+        gate = TopKGate(
+            hidden_size, num_experts, k, capacity_factor, eval_capacity_factor, min_capacity,
+            noisy_gate_policy, drop_tokens, use_rts, None, top2_2nd_expert_sampling,
+        )  # fmt: skip
+        self.deepspeed_moe = MOELayer(gate, Experts(own, first, ep_size), ep_size, num_experts)
+        if use_residual:
+            self.mlp = expert if isinstance(expert, nn.Module) else expert()
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    @property
+    def l_aux(self) -> Tensor | None:
+        """The load-balancing loss of the last call, 0-dim; it has a gradient. None before."""
+        return self.deepspeed_moe.l_aux
+
+    @property
+    def exp_counts(self) -> Tensor | None:
+        """How many of this rank's tokens chose each expert in the last call, ``[E]``. None before."""
+        return self.deepspeed_moe.exp_counts
+
+    @property
+    def place(self) -> int:
+        """Which part of the experts this rank has: a number below ``ep_size``."""
+        names = self.deepspeed_moe.experts.deepspeed_experts._modules
+        return int(next(iter(names))) // self.num_local_experts
+
+    def move_to(self, place: int, *, may_rename: bool = True) -> None:
+        """Let this rank have part ``place`` of the experts. Only while all experts are copies of one.
+
+        ``may_rename``: nobody noted their names.
+
+        Raises:
+            UsageError: a function made them, so others belong there; or their names were noted.
+        """
+        if place == self.place:
+            return
+        if self.makes_experts or not may_rename:
+            raise UsageError(
+                f"a MoE layer with ep_size {self.ep_size} made part {self.place} of its experts on this "
+                "rank, "
+                f"but the mesh has part {place} here, since it has tensor ranks or another order. Pass "
+                "mesh= to MoE."
+            )
+        self.deepspeed_moe.experts.deepspeed_experts.renumber(place * self.num_local_experts)
+
+    def connect(self, group: dist.ProcessGroup | None) -> None:
+        """Send tokens in ``group`` from now on: the ranks that share the experts, in order."""
+        self.deepspeed_moe._link.group = group
+        if group is not None:
+            announce(group)
+
+    def disconnect(self) -> None:
+        """Send no tokens any more, and forget the last call: its loss holds the graph of the model."""
+        self.deepspeed_moe._link.group = None
+        self.deepspeed_moe.l_aux = self.deepspeed_moe.exp_counts = None
+
+    def forward(
+        self, hidden_states: Tensor, used_token: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``[..., hidden_size]`` -> the same shape, ``l_aux`` and ``exp_counts``.
+
+        ``used_token``: one number per token, 0 for tokens that no expert shall get, for ``k=1``.
+        """
+        output = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            dense = self.mlp(hidden_states)
+            dense = dense[0] if isinstance(dense, tuple) else dense
+            share = F.softmax(self.coefficient(hidden_states), dim=-1)
+            output = output * share[..., 0:1] + dense * share[..., 1:]
+        assert self.l_aux is not None
+        assert self.exp_counts is not None
+        return output, self.l_aux, self.exp_counts
+
+
+def check_sizes(num_experts: int, ep_size: int) -> None:
+    """Check that ``ep_size`` ranks can share ``num_experts``.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    for name, value in (("num_experts", num_experts), ("ep_size", ep_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"MoE: {name} is {value!r}, but must be a whole number of at least 1.")
+    if num_experts % ep_size:
+        fits = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
+        raise UsageError(
+            f"MoE: num_experts is {num_experts}, which ep_size {ep_size} ranks cannot share: each has "
+            "equally "
+            f"many experts. Use an ep_size of {', '.join(map(str, fits))}, or other num_experts."
+        )
+
+
+def _own_place(ep_size: int, mesh: Mesh | None) -> int:
+    """Which part of the experts this rank has, as far as it is known before ``initialize``."""
+    if ep_size == 1:
+        return 0
+    info = current_rank_info()
+    mesh = mesh or Mesh(data_shard=info.world_size)
+    if mesh.world_size != info.world_size:
+        raise UsageError(
+            f"MoE: mesh is {mesh.text}, which is {mesh.world_size} ranks, but there are "
+            f"{info.world_size}."
+        )
+    mesh.check_experts(ep_size)
+    return mesh.expert_place(info.rank, ep_size)
+
+
+def _own_experts(
+    expert: nn.Module | Callable[[], nn.Module], num_experts: int, first: int, count: int
+) -> list[nn.Module]:
+    if isinstance(expert, nn.Module):
+        return [copy.deepcopy(expert) for _ in range(count)]
+    own = []
+    for number in range(num_experts):
+        made = expert()  # also the experts of other ranks: so the random numbers are the same
+        if not isinstance(made, nn.Module):
+            raise UsageError(
+                f"MoE: expert() returned a {type(made).__name__}. It must make a new module on each call."
+            )
+        if first <= number < first + count:
+            own.append(made)
+    if len({id(one) for one in own}) < len(own):
+        raise UsageError(
+            "MoE: expert() returned the same module twice. It must make a new one on each call; to copy "
+            "one "
+            "module, pass the module itself."
+        )
+    return own
+
+
+def layers_of(model: nn.Module) -> dict[str, MoE]:
+    """The layers with experts in ``model``, by name."""
+    return {name: each for name, each in model.named_modules() if isinstance(each, MoE)}

@@ -1,0 +1,82 @@
+"""Compares the layers with experts in a model with the mesh of the run, and numbers their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from zeroshard.core.mesh import Mesh
+from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.experts.layer import MoE, layers_of
+from zeroshard.experts.marks import ranks_of_layer
+from zeroshard.experts.stacked import share_stacks, stacks_of
+
+
+def place_experts(
+    model: nn.Module, mesh: Mesh, rank: int, origin: str, ties: Collection[str] | None = None
+) -> tuple[int, ...]:
+    """How many ranks share the experts of a layer: each number above 1 once, in order.
+
+    Gives the experts in ``model`` the numbers that those of ``rank`` have. ``model`` has the layers of
+    all
+    pipeline stages. ``origin``: who gave the mesh its number of expert ranks, for messages. ``ties``:
+    parameters of several
+    pipeline stages; None: the model is no pipeline.
+
+    Raises:
+        UsageError: a layer's ``ep_size`` does not fit the mesh, or an expert has no name of its own.
+        UnsupportedError: the mesh has replicas.
+    """
+    if mesh.expert > 1:
+        share_stacks(model, mesh, rank, origin)
+    for name, layer in layers_of(model).items():
+        _place_layer(name, layer, mesh, rank, origin, may_rename=ties is None)
+    found = _sizes_of(model, ties or ())
+    if mesh.expert > 1 and not found:
+        raise UsageError(
+            f"the mesh has {mesh.expert} expert ranks ({origin}), but no layer of the model has experts "
+            "that ranks can share. Use a model of Transformers with a plan for its experts, or "
+            f"zeroshard.parallel.MoE (deepspeed.moe.layer.MoE) with ep_size={mesh.expert}. Or leave the "
+            "size out: ZeRO then shards experts as all other parameters."
+        )
+    if found and mesh.data_replicate > 1:
+        raise UnsupportedError(
+            f"the mesh is {mesh.text}, and {found[0]} ranks share the experts of a layer: experts with "
+            "replicas are not supported. Use data_shard instead of data_replicate."
+        )
+    return found
+
+
+def _place_layer(
+    name: str, layer: MoE, mesh: Mesh, rank: int, origin: str, *, may_rename: bool
+) -> None:
+    if mesh.expert > 1 and layer.ep_size != mesh.expert:
+        raise UsageError(
+            f"the MoE layer {name!r} has ep_size {layer.ep_size}, but the mesh has {mesh.expert} expert "
+            f"ranks ({origin}). Give both the same number, or leave the size of the mesh out."
+        )
+    if layer.ep_size > 1:
+        mesh.check_experts(layer.ep_size)
+        layer.move_to(mesh.expert_place(rank, layer.ep_size), may_rename=may_rename)
+
+
+def _sizes_of(model: nn.Module, ties: Collection[str]) -> tuple[int, ...]:
+    layers: list[nn.Module] = [*layers_of(model).values(), *stacks_of(model).values()]
+    known = {id(param) for layer in layers for param in layer.parameters()}
+    sizes = set()
+    for name, param in model.named_parameters():
+        size = ranks_of_layer(param, name)
+        if size > 1 and id(param) not in known:
+            raise UsageError(
+                f"parameter {name!r} has the mark of an expert that {size} ranks share, but is in no MoE "
+                "layer, so the same name stands for other values on other ranks, and a checkpoint would "
+                "hold one of them. Use zeroshard.parallel.MoE, which numbers its experts over all ranks."
+            )
+        if size > 1 and name in ties:
+            raise UsageError(
+                f"parameter {name!r} of an expert that {size} ranks share is in several pipeline stages. "
+                "Use the MoE layer in one stage: other ranks have the experts of other stages."
+            )
+        sizes.add(size)
+    return tuple(sorted(sizes - {1}))

@@ -1,0 +1,134 @@
+"""Ranks that share the experts of layers train as one process does, at every stage and mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import expert_models as tiny
+from support.covering import each_value
+from support.expert_models import Run, Setting, StarvingGate
+from support.expert_runs import opened, trained
+from zeroshard_testing import on_ranks
+
+from zeroshard.core.mesh import Mesh
+from zeroshard.parallel import pipeline
+
+STAGES = (0, 1, 2, 3)
+
+
+def assert_equal(found: Run, expected: Run, tolerance: float = 1e-12) -> None:
+    assert found.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert found.norms == pytest.approx(expected.norms, rel=tolerance)
+    assert min(found.norms) > tiny.CLIP  # clipping is active
+    assert found.params.keys() <= expected.params.keys()
+    assert sum("experts" in name for name in found.params)
+    for name, param in found.params.items():
+        torch.testing.assert_close(param, expected.params[name], rtol=0, atol=tolerance)
+
+
+def check(setting: Setting, ep_size: int, stage: int, **options: Any) -> None:
+    with opened(setting, ep_size, stage, **options) as engine:
+        found, size = trained(engine, setting), engine.dp_size
+    assert_equal(found, tiny.in_one_process(setting, size))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_two_ranks_that_share_experts_equal_one_process(stage):
+    check(Setting(), 2, stage)
+
+
+@pytest.mark.parametrize(
+    ("setting", "ep_size", "stage"),
+    each_value(
+        [
+            (setting, ep_size, stage)
+            for setting in (
+                Setting(micro=2, residual=True),
+                Setting(k=1, starved=(3,), hungry=1),
+                Setting(k=1, starved=(2, 3)),
+                Setting(drops=True, capacity=0.6),
+                Setting(k=3, drops=True, capacity=0.6),
+            )
+            for ep_size in (2, 4)
+            for stage in (3, 0, 1, 2)
+        ]
+    ),
+)
+@on_ranks(4)
+def test_four_ranks_equal_one_process(setting, ep_size, stage):
+    check(setting, ep_size, stage)
+
+
+CPU = {"device": "cpu"}
+MICRO = Setting(micro=2, k=1, starved=(3,), hungry=0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        (1, {"offload_optimizer": CPU}),
+        (2, {"offload_optimizer": {"device": "nvme"}}),
+        (3, {"offload_optimizer": CPU, "offload_param": CPU}),
+        (3, {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}),
+    ],
+)
+@on_ranks(4)
+def test_offloaded_experts_equal_one_process(stage, zero, tmp_path):
+    zero = {
+        part: {**where, **({"nvme_path": str(tmp_path)} if where["device"] == "nvme" else {})}
+        for part, where in zero.items()
+    }
+    check(MICRO, 2, stage, zero_optimization={"stage": stage, **zero})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(4)
+def test_sixteen_bits_are_near_one_process(precision, stage):
+    setting = Setting()
+    asked = {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})}
+    with opened(setting, 2, stage, torch.float32, **{precision: asked}) as engine:
+        found = trained(engine, setting)
+    expected = tiny.in_one_process(setting, 4)
+    assert found.losses == pytest.approx(expected.losses, rel=2e-2)
+    assert found.norms == pytest.approx(expected.norms, rel=5e-2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(4)
+def test_experts_of_ranks_far_apart(stage):
+    mesh = Mesh(data_shard=4, data_before_expert=1)
+    check(Setting(), 2, stage, mesh=mesh, use_data_before_expert_parallelism=True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(4)
+def test_tensor_ranks_hold_whole_experts(stage):
+    check(Setting(residual=True), 2, stage, mesh=Mesh(data_shard=2, tensor=2))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(4)
+def test_experts_in_the_stages_of_a_pipeline(stage):
+    setting, mesh = (
+        Setting(micro=2, balance=0.0, starved=(1,), hungry=1),
+        Mesh(pipeline=2, data_shard=2),
+    )
+    net = pipeline(
+        tiny.model(setting, 2, mesh=mesh),
+        split=["blocks.1"],
+        order=["embed", "blocks", "head"],
+        loss_fn=lambda logits, words: tiny.loss_of((logits, 0.0), words),
+    )
+    found = Run()
+    with opened(setting, 2, stage, mesh=mesh, net=net) as engine:
+        StarvingGate.data_rank = engine.dp_rank
+        for step in tiny.batches(setting, 2):
+            words = [micro[engine.dp_rank] for micro in step]
+            found.losses.append(float(engine.train_batch(iter([(w, w) for w in words]))))
+            found.norms.append(engine.get_global_grad_norm())
+        found.params = {name: param.detach().clone() for name, param in engine.iter_full_params()}
+    assert_equal(found, tiny.in_one_process(setting, 2))
