@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 from compare import STAGES
-from kit import config
 from support import edge_case_models
 from support.covering import each_value
+from support.nodes import KEYS, opened, step
 from support.parity import (
     adamw,
     assert_bit_equal,
@@ -18,15 +17,6 @@ from support.parity import (
     reference_run,
 )
 from zeroshard_testing import on_ranks
-
-import zeroshard
-
-KEYS = {
-    "hpz": {"zero_hpz_partition_size": 2},
-    "two hops": {"hierarchy": {"inner": 2}},
-    "hybrid": {"hierarchy": {"inner": 2, "shard_over": "hybrid"}},
-    "replicas": {"hierarchy": {"inner": 2, "shard_over": "inner"}},
-}
 
 
 def run(name, stage, keys, *, accumulation=1, clip=0.1, precision="fp64", **more):
@@ -69,23 +59,7 @@ def test_two_nodes_of_two_ranks_equal_one_plain_process(name, accumulation, stag
         assert_bit_equal(other, everyone[0])
 
 
-# -- an engine on two nodes of two ranks -----------------------------------------------------------
-
-
-def opened(stage, keys, **more):
-    torch.manual_seed(dist.get_rank())  # rank 0's parameters are used
-    model = torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    made = config(stage, **more)
-    made["zero_optimization"].update(KEYS[keys])
-    return zeroshard.Engine(model, config=made, optimizer=optimizer)
-
-
-def step(engine, seed=0, micro_batches=1):
-    for at in range(micro_batches):
-        generator = torch.Generator().manual_seed(100 * seed + 10 * at + engine.dp_rank)
-        engine.backward(engine(torch.randn(5, 16, generator=generator)).square().mean())
-        engine.step()
+# -- traffic -----------------------------------------------------------------------------------------
 
 
 def sent_in_second_step(engine, micro_batches=1):

@@ -335,6 +335,11 @@ class ProcessGroupComm(RecordedComm):
             return DONE
         return self._start(item, self.bound(item).reduce_scatter, out_S, full_N)
 
+    def all_to_all(self, out_N: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """Slice r of ``out_N`` gets the slice for this rank of rank r's ``full_N``. uint8."""
+        item = self.recorder.all_to_all(name, full_N, full_N.numel() // self.size)
+        return self._start(item, self.bound(item).all_to_all, out_N, full_N)
+
     def joint_all_gather(
         self, full_N: Sequence[Tensor], shard_S: Sequence[Tensor], *, name: str
     ) -> JointHandle:
@@ -464,11 +469,6 @@ def joining(comm: Comm) -> ProcessGroupComm | None:
 def queues_on_device(comm: Comm) -> bool:
     """Whether collectives are queued on streams of the device, as NCCL's are: a wait blocks no thread."""
     return getattr(comm, "queues_on_device", False)
-
-
-def num_holders(comm: Comm) -> int:
-    """How many ranks :meth:`Comm.broadcast` reaches: those of all replicas of the shard group."""
-    return comm.size * int(getattr(comm, "replicas", 1))
 
 
 def check_source(src: int, size: int) -> None:

@@ -3,9 +3,9 @@
 [Note: nested hops] W = I O ranks share a unit: O nodes of I ranks. The *inner* communicator connects the
 ranks of a node, the *outer* one the ranks at the same place in all nodes. The rank at place s of node o
 owns shard ``s O + o``. So the ranks at place s own neighbouring shards, together the *node part*
-``full_N[s M : (s + 1) M]``, M = N / I, and both hops read and write memory in place. The owner is not the
-position in a list of the ranks by number, which is ``o I + s``: whoever wants the rank that owns a shard
-asks :attr:`NestedComm.ranks`.
+``full_N[s M : (s + 1) M]``, M = N / I, and both hops read and write memory in place. So the number of a
+rank's shard is not its position among the ranks in order, which is ``o I + s``. Rows of small vectors and
+sources of broadcasts are numbered by position, as in every other communicator.
 
 What a rank sends on each hop, in elements:
 
@@ -49,11 +49,11 @@ class NestedComm(TwoHops):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks, by the shard that they own. They lie on a grid."""
+        """The global ranks, in order. They lie on a grid."""
         inner: Any = self.inner
         outer: Any = self.outer
         own = inner.ranks[inner.rank]
-        return tuple(place + node - own for place in inner.ranks for node in outer.ranks)
+        return tuple(place + node - own for node in outer.ranks for place in inner.ranks)
 
     def node_part(self, full_N: Tensor) -> Tensor:
         """``[M]``: the shards of the ranks at this rank's place in all nodes."""
@@ -86,17 +86,18 @@ class NestedComm(TwoHops):
         return self.in_parts(first, second, self.outer, (full_N, out_S))
 
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
-        """``[W, K]``: the vectors of all ranks, by the shard that they own."""
+        """``[W, K]``: the vectors of all ranks, in order."""
         self.send_through(None)
         rows_OK = self.outer.all_gather_small(vector_K, name=name)
         rows_I = self.inner.all_gather_small(rows_OK.view(-1), name=name)
-        return rows_I.view(self.size, vector_K.numel())
+        rows_IOK = rows_I.view(self.inner.size, self.outer.size, vector_K.numel())
+        return rows_IOK.transpose(0, 1).flatten(0, 1)
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
-        """The tensor of the rank that owns shard ``src``. The outer hop has ended on return."""
+        """The tensor of the ``src``-th of all ranks. The outer hop has ended on return."""
         check_source(src, self.size)
         self.send_through(None)
-        place, node = divmod(src, self.outer.size)
+        node, place = divmod(src, self.inner.size)
         if place == self.inner.rank:
             self.outer.broadcast(tensor, node, name=name).wait()
         return self.inner.broadcast(tensor, place, name=name)

@@ -121,6 +121,20 @@ class P2PComm(KeepsScratch, RecordedComm):
             exchange.send(slices[peer], peer)
         return exchange
 
+    def all_to_all(self, out_N: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """Slice r of ``out_N`` gets the slice for this rank of rank r's ``full_N``."""
+        item = self.recorder.all_to_all(name, full_N, full_N.numel() // self.size)
+        if not full_N.numel():
+            return DONE
+        sent, received = full_N.view(self.size, -1), out_N.view(self.size, -1)
+        received[self.rank].copy_(sent[self.rank])
+        exchange = _Exchange(self, item)
+        for peer in self._peers:
+            exchange.receive(received[peer], peer)
+        for peer in self._peers:
+            exchange.send(sent[peer], peer)
+        return exchange
+
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """Sends one message to every rank. On a mismatch the tags differ, so the ranks wait."""
         vector = vector_K.detach().contiguous()

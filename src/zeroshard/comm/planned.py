@@ -192,6 +192,13 @@ class PlannedShm(PlannedComm):
         block.reads.append(seq)
         return self._posted(handle, seq)
 
+    def all_to_all(self, out_N: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """A copy of the slices of the others is in a block until they have read it."""
+        handle = super().all_to_all(out_N, full_N, name=name)
+        if handle is DONE:
+            return handle
+        return self._posted(handle, self._post(full_N.nbytes - full_N.nbytes // self.size))
+
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """Only a vector that does not fit a slot needs a block."""
         rows = super().all_gather_small(vector_K, name=name)

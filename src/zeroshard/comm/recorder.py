@@ -174,6 +174,11 @@ class Recorder:
         numel = full_N.numel()
         return self.enter(self._reductions[name], full_N, numel, numel - out_S.numel())
 
+    def all_to_all(self, name: str, full_N: torch.Tensor, own_numel: int) -> Item:
+        """Record an all-to-all: this rank sends all of ``full_N`` but ``own_numel`` elements."""
+        numel = full_N.numel()
+        return self.enter(self.entries("all_to_all")[name], full_N, numel, numel - own_numel)
+
     def gather_small(self, name: str, vector_K: torch.Tensor, receivers: int) -> Item:
         """Record an all-gather of a small vector, which goes to ``receivers`` ranks."""
         numel = vector_K.numel()

@@ -144,6 +144,18 @@ class ShmComm(RecordedComm):
             ring.post_copy(seq, item, [full_N[:begin], full_N[end:]])
         return _Reduction(ring, item, seq, out_S.detach(), full_N)
 
+    def all_to_all(self, out_N: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """Publish a copy of the others' slices. ``wait`` copies theirs for this rank into ``out_N``."""
+        item = self.recorder.all_to_all(name, full_N, full_N.numel() // self.size)
+        if not full_N.numel():
+            return DONE
+        ring = self._open(item)
+        seq = ring.begin(item)
+        begin, end = (full_N.numel() // self.size * at for at in (self.rank, self.rank + 1))
+        ring.post_copy(seq, item, [full_N[:begin], full_N[end:]])
+        out_N[begin:end].copy_(full_N[begin:end])
+        return _Exchange(ring, item, seq, out_N.view(self.size, -1).unbind())
+
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """A vector of up to 208 bytes travels inside the slot; a larger one is gathered."""
         vector = vector_K.detach().contiguous()
@@ -257,6 +269,24 @@ class _Reduction(Pending):
             at = rank if nbytes == full_N.nbytes else rank - (rank > peer)
             parts[peer] = mapping.tensor(place, at * out_S.nbytes, numel, out_S.dtype)
         sum_in_rank_order(parts, out_S)
+
+
+class _Exchange(Pending):
+    __slots__ = ("_slices",)
+
+    def __init__(self, ring: Ring, item: Item, seq: int, slices: Sequence[Tensor]) -> None:
+        super().__init__(ring, item, seq)
+        self._slices = slices
+
+    def complete(self, ring: Ring) -> None:
+        slices, self._slices = self._slices, ()
+        rank, (seq,) = ring.rank, self._seqs
+        for peer, mapping in ring.mappings:
+            ring.await_post(self._item, seq, peer, mapping)
+            target = slices[peer]
+            place, _ = mapping.control.place(seq)
+            at = rank - (rank > peer)  # a copy leaves out the peer's own slice
+            target.copy_(mapping.tensor(place, at * target.nbytes, target.numel(), target.dtype))
 
 
 class _SmallArrival(Pending):

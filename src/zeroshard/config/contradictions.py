@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from zeroshard.config.hierarchy import hierarchy_contradictions
+from zeroshard.config.hierarchy import hierarchy_contradictions, quantized_contradictions
 from zeroshard.config.schema import Config, OffloadConfig, ZeroConfig
 from zeroshard.core.stages import STAGES
 from zeroshard.core.tiers import TIERS
@@ -29,6 +29,7 @@ def contradictions(
     yield from _of_offload(config.zero_optimization, unknown)
     if not any(path.startswith(_OF_NODES) for path in unknown):
         yield from hierarchy_contradictions(config.zero_optimization)
+        yield from quantized_contradictions(config.zero_optimization)
 
 
 def _of_precision(config: Config) -> Iterator[str]:

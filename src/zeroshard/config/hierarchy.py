@@ -12,6 +12,11 @@ from zeroshard.core.stages import STAGES
 from zeroshard.errors import ConfigError
 
 _ZERO = "zero_optimization"
+QUANTIZED = (
+    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+)
+"""Keys of ZeRO++ that round what travels."""
+
 _HPZ = f"{_ZERO}.zero_hpz_partition_size"
 _INNER = f"{_ZERO}.hierarchy.inner"
 
@@ -27,6 +32,24 @@ def shares_params_in_nodes(zero: ZeroConfig) -> bool:
     """Whether the ranks of a node share the parameters between steps, if there are nodes."""
     asked = zero.zero_hpz_partition_size > 1 or zero.hierarchy.shard_over == "hybrid"
     return asked and STAGES[zero.stage].shards_params
+
+
+def quantized_contradictions(zero: ZeroConfig) -> Iterator[str]:
+    """One line for each key of ZeRO++ that rounds, and has nothing to round or rounds what is exact."""
+    param = zero.offload_param
+    for name in QUANTIZED:
+        if not getattr(zero, name):
+            continue
+        if not STAGES[zero.stage].shards_params:
+            yield (
+                f"{_ZERO}.{name}: true at stage {zero.stage}, but only the gathers and reductions of "
+                "stage 3 can be quantized; use stage 3, or leave the key out"
+            )
+        elif param is not None and param.device != "none" and name != QUANTIZED[2]:
+            yield (
+                f'{_ZERO}.{name}: true, but offload_param.device "{param.device}" keeps the parameters '
+                "away from the device that would quantize them; leave one of the two out"
+            )
 
 
 def hierarchy_contradictions(zero: ZeroConfig) -> Iterator[str]:
@@ -68,6 +91,11 @@ def with_nodes(resolved: ResolvedMesh, zero: ZeroConfig) -> ResolvedMesh:
     """
     node, key = node_size(zero)
     mesh = resolved.mesh
+    if zero.zero_quantized_gradients and mesh.data_replicate > 1:
+        raise ConfigError(
+            f"{_ZERO}.{QUANTIZED[2]}: true, with data_replicate {mesh.data_replicate}: sums over "
+            f"replicas are not quantized; use {_HPZ} in place of replicas, or leave one of the two out"
+        )
     shares = mesh.data_shard * mesh.sequence
     if node == 1 or (node == shares and mesh.data_replicate == 1):
         return resolved

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from zeroshard.config.fields import Verdict, is_off
+from zeroshard.config.hierarchy import QUANTIZED
 from zeroshard.config.keys import KEYS, get
 from zeroshard.config.parse import Findings
 from zeroshard.config.schema import Config
@@ -32,7 +33,17 @@ def notices(
     yield from _of_optimizer(config)
     if as_deepspeed and config.parallel.sequence > 1:
         yield from _of_sequences(config, found)
+    yield from _of_rounding(config)
     yield from _without_effect(config, found)
+
+
+def _of_rounding(config: Config) -> Iterator[str]:
+    if asked := [name for name in QUANTIZED if getattr(config.zero_optimization, name)]:
+        yield (
+            f"{', '.join(asked)}: this is another computation than without these keys. Parameters travel "
+            "in 8 bits and gradients in 4, rounded in blocks of 64 elements, so losses and parameters "
+            "differ from those of plain PyTorch, and of other stages"
+        )
 
 
 def _of_sequences(config: Config, found: Findings) -> Iterator[str]:

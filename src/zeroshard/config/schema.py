@@ -244,11 +244,18 @@ class ZeroConfig(Section):
     hierarchy: side.HierarchyConfig = honour(
         side.HierarchyConfig, "Nodes, and which ranks share a state. Key of ZeroShard."
     )
-    zero_quantized_weights: Flag = later(False, "Quantized all-gather (ZeRO++).")
-    zero_quantized_nontrainable_weights: Flag = later(
-        False, "Quantized all-gather of frozen weights (ZeRO++)."
+    zero_quantized_weights: Flag = honour(
+        False,
+        "Parameters are gathered in 8 bits (qwZ of ZeRO++). Changes the results. Stage 3.",
     )
-    zero_quantized_gradients: Flag = later(False, "Quantized gradient reduction (ZeRO++).")
+    zero_quantized_nontrainable_weights: Flag = honour(
+        False,
+        "Parameters that are not trained are gathered in 8 bits. Changes the results. Stage 3.",
+    )
+    zero_quantized_gradients: Flag = honour(
+        False,
+        "Gradients are added from 4 bits (qgZ of ZeRO++). Changes the results. Stage 3.",
+    )
 
 
 class Config(Section):

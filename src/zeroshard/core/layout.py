@@ -127,6 +127,18 @@ class UnitLayout:
         """Elements of parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """``(begin, end)`` of all padding in ``full_N``, in order.
+
+        >>> pack([("w", (10, 10)), ("b", (10,))], num_shards=2).gaps
+        ((100, 128), (138, 256))
+        """
+        slots = sorted(self.slots, key=lambda slot: slot.start)
+        ends = [0, *(slot.stop for slot in slots)]
+        starts = [*(slot.start for slot in slots), self.full_numel]
+        return tuple(gap for gap in zip(ends, starts, strict=True) if gap[0] < gap[1])
+
     def shard_range(self, rank: int) -> tuple[int, int]:
         """``(begin, end)`` of the rank's shard in ``full_N``."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel

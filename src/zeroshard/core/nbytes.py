@@ -31,8 +31,8 @@ class UnitBytes:
     this rank's master and state; empty: all on the device. ``param_tier``: the tier of the parameters.
     ``grad_nbytes``: gradients that wait on the device for the update or for further micro-batches.
     ``stored_grad_nbytes``: reduced gradients that wait in ``grad_tier``. ``group``: that of units that
-    are gathered and reduced together; "": it is alone. ``second_numel``: elements of parameters that a
-    rank keeps at stage 3 beside its shard: the shards of other nodes.
+    are gathered and reduced together; "": it is alone. ``second_nbytes``: what a rank keeps at stage 3
+    beside its shard, the shards of other nodes.
     """
 
     layout: UnitLayout
@@ -47,7 +47,7 @@ class UnitBytes:
     # Of this process among the unit's own holders; None: as for other units.
     rank: int | None = None
     group: str = ""
-    second_numel: int = 0
+    second_nbytes: int = 0
 
 
 def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Key, int]:
@@ -70,8 +70,9 @@ def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Ke
         full, shard = layout.full_numel, layout.shard_numel
         place = rank if unit.rank is None else unit.rank
         low, high = layout.shard_range(place) if stage.shards_optimizer else (0, full)
-        held = shard + unit.second_numel if stage.shards_params else full
+        held = shard if stage.shards_params else full
         total["parameters", unit.param_tier] += unit.param_nbytes * held
+        total["parameters", Tier.DEVICE] += unit.second_nbytes
         total["gradients", Tier.DEVICE] += unit.grad_nbytes * (
             shard if stage.shards_grads else full
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.dtensors import local_of
 from zeroshard.comm.nested import NestedComm
+from zeroshard.comm.quantized import QuantizedSums
 from zeroshard.config import Config
 from zeroshard.config.hierarchy import shares_params_in_nodes
 from zeroshard.core.layout import is_split
@@ -45,9 +46,11 @@ from zeroshard.offload.offload_plan import (
     plan_offload,
     shaped_state,
 )
+from zeroshard.offload.quantized_store import BITS, QuantizedShardStore
 from zeroshard.offload.shard_store import AllocateShard, ShardStore
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.twin import rebind
+from zeroshard.precision.blocks import wire_nbytes
 from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.copy_sums import CopySums
 from zeroshard.zero.gradients import GradBuffer
@@ -159,13 +162,17 @@ def _plan_bytes(
 
 
 def _of_holders(row: UnitBytes, spec: UnitSpec, config: Config, comm: Comm) -> UnitBytes:
-    """What depends on the ranks that share a unit."""
+    """What depends on the ranks that share a unit, and on what travels between them."""
+    shard_numel, nodes = row.layout.shard_numel, 1
     if spec.tie:
-        return replace(row, rank=comm.rank)
+        row = replace(row, rank=comm.rank)
     if _rests_in_node(spec, config, comm):
         assert isinstance(comm, NestedComm)
-        return replace(row, second_numel=(comm.outer.size - 1) * row.layout.shard_numel)
-    return row
+        nodes = comm.outer.size
+    second_nbytes = (nodes - 1) * shard_numel * row.param_nbytes
+    if _travels_quantized(spec, config, comm):
+        second_nbytes = nodes * wire_nbytes(shard_numel, BITS)
+    return replace(row, second_nbytes=second_nbytes)
 
 
 def _check_room(
@@ -272,7 +279,7 @@ def _build_units(
 ) -> list[Unit]:
     positions = {id(param): at for at, param in enumerate(model.parameters())}
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
-    stores, device = frame.stores, frame.draft.device
+    device = frame.draft.device
     units = []
     for spec in frame.draft.specs:
         comm = gathers_of(spec, frame.watch)
@@ -304,11 +311,14 @@ def _store_of(
     spec: UnitSpec, frame: _Frame, comm: Comm
 ) -> tuple[Callable[[Tensor], ShardStore], AllocateShard]:
     """What makes the store of a unit's shard, and the memory for it."""
-    if _rests_in_node(spec, frame.config, comm):
+    stores = frame.stores.stores_of_unit(spec.name)
+    in_node = _rests_in_node(spec, frame.config, comm)
+    if _travels_quantized(spec, frame.config, comm):
+        return partial(QuantizedShardStore, comm=comm, in_node=in_node), stores.allocate
+    if in_node:
         assert isinstance(comm, NestedComm)
         memory = NodeMemory(comm, frame.draft.device)
         return memory.shard_store, memory.allocate
-    stores = frame.stores.stores_of_unit(spec.name)
     return partial(stores.shard_store, spec.name), stores.allocate
 
 
@@ -316,6 +326,24 @@ def _rests_in_node(spec: UnitSpec, config: Config, comm: Comm) -> bool:
     """Whether the ranks of a node share a unit between steps. Tied units are shared by other ranks."""
     shared = shares_params_in_nodes(config.zero_optimization)
     return shared and isinstance(comm, NestedComm) and not spec.tie
+
+
+def _travels_quantized(spec: UnitSpec, config: Config, comm: Comm) -> bool:
+    """Whether a unit is gathered in 8 bits. One rank gathers nothing."""
+    zero = config.zero_optimization
+    asked = zero.zero_quantized_weights or (
+        zero.zero_quantized_nontrainable_weights and not spec.trainable
+    )
+    return asked and comm.size > 1 and spec.row.param.is_floating_point
+
+
+def _sums_of(spec: UnitSpec, frame: _Frame) -> Comm:
+    """The communicator that reduces the gradients of a unit."""
+    comm = reductions_of(spec, frame.watch)
+    asked = frame.config.zero_optimization.zero_quantized_gradients and not spec.tie
+    if asked and comm.size > 1 and spec.row.reduce.is_floating_point:
+        return QuantizedSums(comm, spec.layout.gaps)
+    return comm
 
 
 def _build_prefetcher(model: nn.Module, units: Sequence[Unit], frame: _Frame) -> Prefetcher:
@@ -339,7 +367,7 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
     buffers = [
         GradBuffer(
             unit_of[spec.name],
-            comm=reductions_of(spec, frame.watch),
+            comm=_sums_of(spec, frame),
             ledger=frame.ledger,
             transient=stage.shards_grads or not nbytes_of[spec.name].grad_nbytes,
             rest=frame.stores.grad_store_of(

@@ -54,9 +54,9 @@ class NodeShardStore(MemoryShardStore):
         self._is_whole = False  # the part has the values of all its shards
 
     @property
-    def memory(self) -> Tensor:
+    def memories(self) -> tuple[Tensor, ...]:
         """See :class:`~zeroshard.offload.shard_store.ShardStore`."""
-        return self._part_M
+        return (self._part_M,)
 
     def write(self) -> None:
         """See :class:`~zeroshard.offload.shard_store.ShardStore`. Other ranks wrote their shards too."""

@@ -32,16 +32,16 @@ WRITES_IN_FLIGHT = 2
 class ShardStore(Protocol):
     """Where a unit's shard is stored. ``shard_S`` is the shard, ``tier`` the tier of its store.
 
-    ``part_S`` is this rank's part of the full unit, on the device. ``memory``: all that is stored
-    between uses of the unit, of which ``shard_S`` is all or a part.
+    ``part_S`` is this rank's part of the full unit, on the device. ``memories``: flat tensors of all
+    that is stored between uses of the unit, of which ``shard_S`` is all or a part.
     """
 
     shard_S: Tensor
     tier: Tier
 
     @property
-    def memory(self) -> Tensor:
-        """The memory of the store, flat."""
+    def memories(self) -> tuple[Tensor, ...]:
+        """The memory of the store."""
 
     # For updates and checkpoints, which use the shard where it is stored.
 
@@ -92,9 +92,9 @@ class MemoryShardStore:
         self.tier = tier
 
     @property
-    def memory(self) -> Tensor:
+    def memories(self) -> tuple[Tensor, ...]:
         """See :class:`ShardStore`."""
-        return self.shard_S
+        return (self.shard_S,)
 
     def prefetch(self) -> None:
         """See :class:`ShardStore`."""
@@ -277,9 +277,9 @@ class DiskShardStore:
         self._report()
 
     @property
-    def memory(self) -> Tensor:
-        """See :class:`ShardStore`. Elsewhere than in memory most of the time."""
-        return self.shard_S
+    def memories(self) -> tuple[Tensor, ...]:
+        """See :class:`ShardStore`. It is in the file most of the time."""
+        return (self.shard_S,)
 
     def prefetch(self) -> None:
         """See :class:`ShardStore`. If the shard's write has not ended, its memory is only kept."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.collectives import num_holders
+from zeroshard.comm.collectives import Comm
 from zeroshard.errors import DistributedError, ShardedAccess, UnsupportedError, UsageError
 from zeroshard.memory.storage import WEIGHTS_NBYTES, weights_for
 from zeroshard.zero import sharded_parameter
@@ -57,7 +57,7 @@ class GatheredParameters:
             elif isinstance(owner, BucketedParameter):
                 self.bucketed.append((param, owner))
         for unit in self.units:
-            _check_rank(modifier_rank, num_holders(unit.comm))
+            _check_rank(modifier_rank, _num_holders(unit.comm))
             if modifier_rank is not None and unit.has_copies:
                 raise UnsupportedError(
                     "GatheredParameters(modifier_rank=...) on a mesh with tensor or pipeline "
@@ -207,6 +207,11 @@ def _fingerprints(unit: Unit) -> Tensor:
     found = [fingerprint_of(flat_N[slot.start : slot.stop]) for slot in unit.layout.slots]
     del kept
     return torch.stack(found)
+
+
+def _num_holders(comm: Comm) -> int:
+    """How many ranks :meth:`Comm.broadcast` reaches: those of all replicas of the shard group."""
+    return comm.size * int(getattr(comm, "replicas", 1))
 
 
 def _adopt_edits(unit: Unit, source: int) -> None:

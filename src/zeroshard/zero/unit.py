@@ -184,8 +184,7 @@ class Unit:
         self._adopt_all(params, scatterer)
         self.shard_S = part[low:high] if resident else part
         self.store = store_of(self.shard_S)
-        held = part if resident else self.store.memory
-        ledger.hold("parameters", name, held.nbytes, self.store.tier)
+        self._report_shard(self.store.tier)
         if not resident:
             free([self])
 
@@ -522,7 +521,7 @@ class Unit:
         if self.store.tier is not Tier.DEVICE or self.is_aliased:
             return []
         self._report_shard(Tier.HOST)
-        return [self.full_N if self.resident else self.store.memory]
+        return [self.full_N] if self.resident else list(self.store.memories)
 
     def reload(self) -> None:
         """End :meth:`offload`. The bytes must be back in the same storages."""
@@ -538,8 +537,9 @@ class Unit:
             self._report_shard(Tier.DEVICE)
 
     def _report_shard(self, tier: Tier) -> None:
-        nbytes = (self.full_N if self.resident else self.store.memory).nbytes
-        for other in (Tier.DEVICE, Tier.HOST):
+        held = (self.full_N,) if self.resident else self.store.memories
+        nbytes = sum(memory.nbytes for memory in held)
+        for other in dict.fromkeys((Tier.DEVICE, Tier.HOST, tier)):
             self.ledger.hold("parameters", self.name, nbytes if other is tier else 0, other)
 
     # ------------------------------------------------------------------ reading and writing
