@@ -314,6 +314,41 @@ MUTATIONS = [
         "tests/ranks/test_two_hop.py::test_small_vectors_of_all_replicas_come_in_the_order_of_the_ranks",
     ),
     Mutation(
+        "rows-of-nodes-in-the-order-of-shards",  # edits of one rank only
+        "comm/nested.py",
+        "return rows_IOK.transpose(0, 1).flatten(0, 1)",
+        "return rows_IOK.flatten(0, 1)",
+        "tests/ranks/test_nested.py::test_small_vectors_and_broadcasts_are_numbered_by_rank",
+    ),
+    Mutation(
+        "second-shards-of-the-step-before",
+        "offload/node_store.py",
+        'too."""\n        self._is_whole = False',
+        'too."""',
+        "tests/parity/test_nodes.py::test_a_step_sends_on_each_link_what_the_two_hops_must",
+    ),
+    Mutation(
+        "padding-of-gradients-in-blocks",
+        "comm/quantized.py",
+        "            full_N[begin:end].zero_()\n",
+        "            pass\n",
+        "tests/ranks/test_quantized.py::test_padding_is_not_rounded_with_gradients",
+    ),
+    Mutation(
+        "edits-rounded-with-their-blocks",
+        "offload/quantized_store.py",
+        "torch.where(differs, part_S, self.shard_S)",
+        "part_S",
+        "tests/ranks/test_quantized.py::test_an_edit_reaches_all_ranks_and_leaves_other_elements_exact",
+    ),
+    Mutation(
+        "gathers-before-earlier-second-hops",  # ranks that wait in different orders
+        "comm/nested.py",
+        "        self.free_hop(self.outer)\n",
+        "",
+        "tests/ranks/test_nested.py::test_collectives_of_one_hop_start_in_the_order_of_the_calls",
+    ),
+    Mutation(
         "reduction-of-replicas-not-waited-for",  # streams of a device only
         "comm/hops.py",
         "            queue.ops.current_stream().wait_event(self._event)\n",

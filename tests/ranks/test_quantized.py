@@ -9,8 +9,8 @@ from support.nodes import bits_of, opened, step, values_of
 from zeroshard_testing import on_ranks
 
 from zeroshard.comm.quantized import QuantizedSums
+from zeroshard.comm.wire import from_wire, to_wire, wire_nbytes
 from zeroshard.core.ledger import RESTING
-from zeroshard.precision.blocks import from_wire, to_wire, wire_nbytes
 from zeroshard.zero import GatheredParameters
 
 WEIGHTS = {"zero_quantized_weights": True}
@@ -63,6 +63,60 @@ def test_gradients_are_sums_of_what_ranks_rounded(keys, transport):
         low = comm.rank * 64 * 3
         assert torch.allclose(found_S, total[low : low + 64 * 3], rtol=1e-6, atol=1e-6)
         assert not torch.allclose(found_S, sum(everyone)[low : low + 64 * 3], rtol=1e-3)
+
+
+@on_ranks(2)
+def test_padding_is_not_rounded_with_gradients():
+    """Its contents are undefined, and a block of 64 elements can have both."""
+    with opened(3, None, zero_optimization=GRADIENTS) as engine:
+        buffer = engine.runtime.reducer.buffers[0]
+        layout, comm = buffer.unit.layout, buffer.comm
+        assert isinstance(comm, QuantizedSums)
+        assert any(begin % 64 for begin, _ in layout.gaps)
+        found = []
+        for garbage in (0.0, float("nan")):
+            full_N = torch.ones(layout.full_numel)
+            for begin, end in layout.gaps:
+                full_N[begin:end] = garbage
+            found.append(torch.empty(layout.shard_numel))
+            comm.reduce_scatter(found[-1], full_N, name="sum").wait()
+        assert torch.equal(*found)
+
+
+PUBLIC = [
+    # of LLaVA-NeXT (scripts/zero3pp.json) and VILA (scripts/zero3pp.json), with nodes of two ranks
+    {
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "offload_param": {"device": "none", "pin_memory": True},
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": 2,
+        "zero_quantized_gradients": True,
+        "sub_group_size": 1e9,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    {
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": 1e6,
+        "stage3_prefetch_bucket_size": 1e6,
+        "stage3_param_persistence_threshold": 1e4,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "zero_hpz_partition_size": 2,
+    },
+]
+
+
+@pytest.mark.parametrize("zero", PUBLIC, ids=["LLaVA-NeXT", "VILA"])
+@on_ranks(4)
+def test_public_configurations_of_zero_plus_plus_train(zero):
+    with opened(3, None, zero_optimization=zero, bf16={"enabled": True}) as engine:
+        assert engine.mesh.node == 2
+        norms = [step(engine) for _ in range(8)]
+        assert norms[-1] < norms[0]
 
 
 @pytest.mark.parametrize("keys", LAYOUTS)

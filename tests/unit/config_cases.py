@@ -569,23 +569,65 @@ CASES: tuple[Case, ...] = (
             "writes"
         ),
     ),
+    # Nodes
+    zero(
+        "hpz_below_stage_3",
+        {"stage": 2, "zero_hpz_partition_size": 8},
+        (
+            "zero_optimization.zero_hpz_partition_size: 8 at stage 2, where every rank has all "
+            "parameters and backward gathers none; use stage 3, or leave the key out "
+            "(zero_optimization.hierarchy.inner gives collectives two hops at every stage)"
+        ),
+    ),
+    zero(
+        "two_sizes_of_a_node",
+        {"stage": 3, "zero_hpz_partition_size": 8, "hierarchy": {"inner": 4}},
+        (
+            "zero_optimization.zero_hpz_partition_size: 8, but zero_optimization.hierarchy.inner is 4; "
+            "both are the ranks of a node: keep one of them"
+        ),
+    ),
+    zero(
+        "hpz_of_replicas",
+        {"stage": 3, "zero_hpz_partition_size": 8, "hierarchy": {"shard_over": "inner"}},
+        (
+            'zero_optimization.zero_hpz_partition_size: 8 with hierarchy.shard_over "inner", where no '
+            "parameter leaves its node; keep one of the two keys"
+        ),
+    ),
+    zero(
+        "hierarchy_without_nodes",
+        {"stage": 3, "hierarchy": {"shard_over": "hybrid"}},
+        (
+            'zero_optimization.hierarchy.shard_over: "hybrid" needs the number of ranks of a node; write '
+            "it in zero_optimization.hierarchy.inner"
+        ),
+    ),
+    zero(
+        "hpz_of_offloaded_parameters",
+        {"stage": 3, "zero_hpz_partition_size": 8, "offload_param": {"device": "cpu"}},
+        (
+            "zero_optimization.zero_hpz_partition_size: the second shards stay on the device, but "
+            'offload_param.device "cpu" moves the parameters away from it; leave one of them out'
+        ),
+    ),
+    zero(
+        "quantized_gradients_below_stage_3",
+        {"stage": 2, "zero_quantized_gradients": True},
+        (
+            "zero_optimization.zero_quantized_gradients: true at stage 2, but only the gathers and "
+            "reductions of stage 3 can be quantized; use stage 3, or leave the key out"
+        ),
+    ),
+    zero(
+        "quantized_weights_in_host_memory",
+        {"stage": 3, "zero_quantized_weights": True, "offload_param": {"device": "cpu"}},
+        (
+            'zero_optimization.zero_quantized_weights: true, but offload_param.device "cpu" keeps the '
+            "parameters away from the device that would quantize them; leave one of the two out"
+        ),
+    ),
     # Known, but not there (yet)
-    zero(
-        "hpz",
-        {"stage": 3, "zero_hpz_partition_size": 8},
-        (
-            "zero_optimization.zero_hpz_partition_size: planned, not implemented yet: without it, "
-            "parameters are gathered over all ranks of a copy; it is 8, leave it out"
-        ),
-    ),
-    zero(
-        "quantized_gradients",
-        {"stage": 3, "zero_quantized_gradients": True},
-        (
-            "zero_optimization.zero_quantized_gradients: planned, not implemented yet; it is "
-            "true, leave it out"
-        ),
-    ),
     case(
         "nan_policy_without_a_look",
         {

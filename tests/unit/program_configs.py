@@ -180,7 +180,14 @@ WILD: dict[str, tuple[dict[str, Any], str]] = {
         {**AUTO, **BOTH, **QUIET, **zero(Z3, zero_quantized_weights=False,
                                          zero_quantized_gradients=False)}, ""),
     "ms-swift zero++": (
-        {**AUTO, **BOTH, **zero(Z3, zero_hpz_partition_size=8)}, "planned, not implemented yet"),
+        {**AUTO, **BOTH, **zero(Z3, zero_hpz_partition_size=8)}, "8 does not divide the 2 ranks"),
+    "LLaVA-NeXT zero++": (
+        {**AUTO, **BOTH, **zero(
+            Z3, zero_quantized_weights=True, zero_hpz_partition_size=2,
+            zero_quantized_gradients=True, offload_param={"device": "none", "pin_memory": True},
+            offload_optimizer={"device": "none", "pin_memory": True})}, ""),
+    "VILA zero++": (
+        {**AUTO, **BOTH, **zero(Z3, zero_hpz_partition_size=2, reduce_bucket_size=1e6)}, ""),
     # ------------------------------------------------------------ axolotl
     "axolotl zero 1": (
         {**AUTO, **BF16, "fp16": {**FP16, "auto_cast": False, "initial_scale_power": 32},

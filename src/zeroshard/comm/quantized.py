@@ -5,7 +5,7 @@ fp32, in the order of ranks. With nodes there are two such hops: the sum of a no
 it leaves the node. So an element is rounded once per hop, however many ranks there are. In a ring it
 would be rounded at every rank.
 
-This is another computation than a sum of gradients: see :mod:`zeroshard.precision.blocks` for the error.
+This is another computation than a sum of gradients: see :mod:`zeroshard.comm.wire` for the error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zeroshard.comm.collectives import DONE, Comm, Handle
 from zeroshard.comm.nested import NestedComm
-from zeroshard.precision.blocks import from_wire, to_wire
+from zeroshard.comm.wire import from_wire, to_wire
 
 BITS = 4
 """Of each element of a gradient, as in DeepSpeed."""

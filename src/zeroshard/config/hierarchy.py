@@ -84,7 +84,7 @@ def hierarchy_contradictions(zero: ZeroConfig) -> Iterator[str]:
 
 
 def with_nodes(resolved: ResolvedMesh, zero: ZeroConfig) -> ResolvedMesh:
-    """The mesh with the nodes of the configuration. A node of all ranks of a shard group changes nothing.
+    """The mesh with the nodes of the configuration. One node changes nothing, and one rank needs none.
 
     Raises:
         ConfigError: shard groups do not consist of whole nodes, or there are replicas as well.
@@ -97,7 +97,7 @@ def with_nodes(resolved: ResolvedMesh, zero: ZeroConfig) -> ResolvedMesh:
             f"replicas are not quantized; use {_HPZ} in place of replicas, or leave one of the two out"
         )
     shares = mesh.data_shard * mesh.sequence
-    if node == 1 or (node == shares and mesh.data_replicate == 1):
+    if node == 1 or (shares in (1, node) and mesh.data_replicate == 1):
         return resolved
     if mesh.data_replicate > 1:
         raise ConfigError(

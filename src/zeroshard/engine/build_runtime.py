@@ -15,6 +15,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.dtensors import local_of
 from zeroshard.comm.nested import NestedComm
 from zeroshard.comm.quantized import QuantizedSums
+from zeroshard.comm.wire import wire_nbytes
 from zeroshard.config import Config
 from zeroshard.config.hierarchy import shares_params_in_nodes
 from zeroshard.core.layout import is_split
@@ -50,7 +51,6 @@ from zeroshard.offload.quantized_store import BITS, QuantizedShardStore
 from zeroshard.offload.shard_store import AllocateShard, ShardStore
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.twin import rebind
-from zeroshard.precision.blocks import wire_nbytes
 from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.copy_sums import CopySums
 from zeroshard.zero.gradients import GradBuffer

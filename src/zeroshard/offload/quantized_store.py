@@ -1,6 +1,6 @@
 """Stores the shard of a unit that is gathered in 8 bits per element (qwZ of ZeRO++).
 
-The shard is exact. What travels is its wire (:mod:`zeroshard.precision.blocks`), and every rank computes
+The shard is exact. What travels is its wire (:mod:`zeroshard.comm.wire`), and every rank computes
 with what the wires stand for, this rank's own part included. So all ranks have equal parameters. They
 differ from the shards by up to 1/254 of the largest magnitude among 64 neighbours. Updates, checkpoints
 and exports use the exact shards.
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from zeroshard.comm.nested import NestedComm
 from zeroshard.comm.quantized import Then
+from zeroshard.comm.wire import from_wire, to_wire, wire_nbytes
 from zeroshard.offload.shard_store import MemoryShardStore
-from zeroshard.precision.blocks import from_wire, to_wire, wire_nbytes
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm, Handle

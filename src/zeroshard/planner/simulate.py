@@ -440,7 +440,13 @@ def group_name(mesh: Mesh, rank: int, ranks: Sequence[int]) -> str:
 
     >>> group_name(Mesh(data_shard=2, tensor=2), 3, [2, 3])
     'tensor'
+    >>> group_name(Mesh(data_shard=4, node=2), 3, [2, 3])
+    'node'
     """
+    if mesh.node > 1:
+        for name, own in (("node", mesh.node_group(rank)), ("nodes", mesh.across_nodes(rank))):
+            if own == tuple(ranks):
+                return name
     for name, dims in _KINDS.items():
         if mesh.group(rank, dims) == tuple(ranks):
             return name
