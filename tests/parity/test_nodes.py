@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from compare import STAGES
+from kit import config
 from support import edge_case_models
 from support.covering import each_value
 from support.nodes import KEYS, opened, step
@@ -16,7 +18,13 @@ from support.parity import (
     make_batches,
     reference_run,
 )
+from support.tensor_models import PLANS, loss_of, tiny_gpt, tokens
+from torch.distributed.device_mesh import init_device_mesh
 from zeroshard_testing import on_ranks
+
+import zeroshard
+from zeroshard.core.mesh import Mesh
+from zeroshard.parallel.tensor_plan import tensor_parallel
 
 
 def run(name, stage, keys, *, accumulation=1, clip=0.1, precision="fp64", **more):
@@ -34,12 +42,18 @@ def plain(name, *, accumulation=1, clip=0.1, precision="fp64"):
     return reference_run(case, adamw(), batches, clip=clip, precision=precision)
 
 
+TRAININGS = (
+    *(("transformer", 1), ("transformer", 3), ("experts", 1), ("tied", 1)),
+    *(("checkpointed", 2), ("lora", 1)),
+)
+
+
 @pytest.mark.parametrize(
     ("name", "accumulation", "stage", "keys"),
     each_value(
         [
             (*training, stage, keys)
-            for training in (("transformer", 1), ("transformer", 3), ("experts", 1), ("tied", 1))
+            for training in TRAININGS
             for stage in STAGES
             for keys in KEYS
             if stage == 3 or keys != "hpz"
@@ -57,6 +71,45 @@ def test_two_nodes_of_two_ranks_equal_one_plain_process(name, accumulation, stag
     dist.all_gather_object(everyone, found)
     for other in everyone[1:]:
         assert_bit_equal(other, everyone[0])
+
+
+@pytest.mark.parametrize("inner", [2, 3])
+@on_ranks(6)
+def test_nodes_of_other_sizes_equal_one_plain_process(inner):
+    case = edge_case_models.CASES["transformer"]
+    batches = make_batches(case, steps=3, world=6)
+    zero = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": inner}}
+    found = engine_run(case, adamw(), batches, stage=3, clip=0.1, precision="fp64", config=zero)
+    expected = reference_run(case, adamw(), batches, clip=0.1, precision="fp64")
+    assert_close_trajectory(found, expected, rtol=1e-12)
+
+
+@on_ranks(8)
+def test_nodes_beside_tensor_ranks_train_as_one_process():
+    plain, model = tiny_gpt(tied=True), tiny_gpt(tied=True)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-3)
+    grid = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "tensor"))
+    tensor_parallel(model, grid, PLANS["vocabulary"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    keys = config(3, gradient_clipping=0.05)
+    keys["zero_optimization"]["zero_hpz_partition_size"] = 2
+    mesh = Mesh(data_shard=4, tensor=2)
+    with zeroshard.Engine(model, config=keys, optimizer=optimizer, mesh=mesh) as engine:
+        assert engine._watch.gathers.ranks == tuple(range(dist.get_rank() % 2, 8, 2))
+        for at in range(3):
+            batches = [tokens(10 * at + rank) for rank in range(4)]
+            for ids, labels in batches:
+                (loss_of(plain(ids), labels) / 4).backward()
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            reference.step()
+            reference.zero_grad()
+            ids, labels = batches[engine.dp_rank]
+            engine.backward(loss_of(engine(ids), labels))
+            engine.step()
+            assert engine.last_step.grad_norm == pytest.approx(norm.item(), rel=1e-14)
+        own = {name: full.detach().clone() for name, full in engine.iter_full_params()}
+    for name, param in plain.named_parameters():
+        assert (own[name] - param).abs().max() <= 1e-12 * param.abs().max(), name
 
 
 # -- traffic -----------------------------------------------------------------------------------------
