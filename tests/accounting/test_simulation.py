@@ -348,3 +348,31 @@ def test_a_tensor_of_backward_has_the_module_whose_forward_made_its_node():
     )
     moment = found.moments["backward"]
     assert (moment.op, moment.module) == ("aten::tanh_backward", "1")
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_plan_of_nodes_is_that_of_a_run_and_names_both_hops(rounded):
+    keys = {"zero_hpz_partition_size": 2, "zero_quantized_weights": rounded}
+    found = simulate(
+        lambda: nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 3)),
+        {
+            "train_micro_batch_size_per_gpu": 5,
+            "unit_min_numel": 1,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 3, **keys},
+        },
+        (torch.randn(5, 16, dtype=torch.bfloat16), torch.randn(5, 3)),
+        mesh=Mesh(data_shard=4),
+        rank=3,
+        loss_fn=lambda out_BD, labels_BD: (out_BD.float() - labels_BD).square().mean(),
+    )
+    assert all(row.planned in (None, row.measured) for row in found.memory)
+    numel, first = 768 + 256, 768  # padded elements; those that backward gathers again
+    # 2 bytes per element of the node part; or of the shard, and 17/16 of the node part
+    parameters = numel // 2 * 2 if not rounded else numel // 4 * 2 + numel // 2 * 17 // 16
+    assert found.nbytes("parameters") == parameters
+    size = 17 / 16 if rounded else 1
+    assert found.moved_numel("node", "all_gather") == (numel + first) * size
+    assert found.moved_numel("nodes", "all_gather") == numel // 2 * size
+    assert found.moved_numel("nodes", "reduce_scatter") == numel // 2

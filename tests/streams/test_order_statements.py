@@ -142,6 +142,7 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
 
 NOT_FOR_ORDER = [
     ("comm/two_hop.py", "", "", "tests/streams/test_two_hop_streams.py removes each of them."),
+    ("comm/hops.py", "", "", "tests/streams/test_two_hop_streams.py removes each of them."),
     ("comm/collectives.py", "ProcessGroupComm.finish", "work.wait(self._slice)",
      "Gloo, where no stream is used."),
     ("engine/build_runtime.py", "_members", "tensor.broadcast",

@@ -234,6 +234,7 @@ def test_zero_optimization_false_is_stage_0() -> None:
             }
         },
         {"zero_optimization": {"mics_shard_size": -1}},
+        {"zero_optimization": {"zero_hpz_partition_size": 0, "zero_quantized_weights": False}},
         {"zero_optimization": {"offload_param": {"device": "none", "nvme_path": "none"}}},
         {"zero_optimization": {"stage": 3, "offload_param": None, "cpu_offload": False}},
         {"zero_optimization": {"offload_optimizer": {"device": None, "super_offload": False}}},

@@ -70,7 +70,7 @@ def hierarchy_contradictions(zero: ZeroConfig) -> Iterator[str]:
             f'{_HPZ}: {hpz} with hierarchy.shard_over "inner", where no parameter leaves its node; keep '
             "one of the two keys"
         )
-    if hpz == inner == 1 and over != "all":
+    if max(hpz, inner) == 1 and over != "all":
         yield (
             f'{_ZERO}.hierarchy.shard_over: "{over}" needs the number of ranks of a node; write it in '
             f"{_INNER}"

@@ -235,11 +235,11 @@ class ZeroConfig(Section):
         False, "Extra checks. In ZeroShard they are always on.", done=True
     )
     cpu_offload_use_pin_memory: Flag | None = accept(None, "Has no effect in DeepSpeed either.")
-    zero_hpz_partition_size: Count = honour(
+    zero_hpz_partition_size: Natural = honour(
         1,
         "Number of ranks of a node, each of which keeps a second shard of the parameters (hpZ of "
         "ZeRO++). Parameters are gathered over all ranks once per step, and then inside the node. The "
-        "same as hierarchy.inner with hierarchy.shard_over hybrid. Stage 3. 1: off.",
+        "same as hierarchy.inner with hierarchy.shard_over hybrid. Stage 3. 0 and 1: off.",
     )
     hierarchy: side.HierarchyConfig = honour(
         side.HierarchyConfig, "Nodes, and which ranks share a state. Key of ZeroShard."
