@@ -1131,6 +1131,13 @@ MUTATIONS = [
         "if self._mesh.pipeline == 1:",
         "tests/ranks/test_expert_checkpoints.py::test_other_ranks_continue",
     ),
+    Mutation(
+        "gradient-of-another-expert-counts",
+        "zero/clip.py",
+        "for words_WK, theirs in () if fake else seen.apart:",
+        "for words_WK, theirs in ():",
+        "tests/unit/test_experts.py::test_a_gradient_of_an_expert_counts_if_its_own_holders_have_one",
+    ),
     # ------------------------------------------------------------------ device, testing
     Mutation(
         "copy-to-the-host-not-recorded",  # streams of a device only

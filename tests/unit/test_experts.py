@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.experts import gate
 from zeroshard.experts.gate import Routes, Selection
 from zeroshard.parallel import MoE
+from zeroshard.zero.clip import Exchanged, global_norm
 
 NO_CHANCE = {"random_tokens": False, "samples_second": False}
 
@@ -224,3 +226,16 @@ def test_the_files_of_deepspeeds_experts_are_read(tmp_path):
         load_moe_state_dict(tmp_path, "step1", state, True, model=net)
     with pytest.raises(CheckpointError, match="belongs to another model"):
         load_moe_state_dict(tmp_path, "step1", state, False, model=nn.ModuleDict({"x": moe()}))
+
+
+def test_a_gradient_of_an_expert_counts_if_its_own_holders_have_one():
+    buffer = SimpleNamespace(has_grad=[False, False], unit=object())
+
+    def exchange(norms, words, device, lost_edit, loss) -> Exchanged:
+        everybody, same_experts = torch.tensor([[0.0], [3.0]]), torch.tensor([[0.0], [1.0]])
+        zero = torch.zeros((), dtype=torch.float64)
+        return Exchanged(zero, everybody, None, zero, [(same_experts, [False, True])])
+
+    found = global_norm([], [buffer], exchange, device=torch.device("cpu"), dtype=torch.float64)
+    # Parameter 0 is dense, and rank 1 has a gradient of it; parameter 1 is that of another expert there.
+    assert found.untouched == {id(buffer.unit): frozenset({1})}
