@@ -68,6 +68,8 @@ def test_what_does_not_fit_is_refused_on_every_rank():
     assert "has ep_size 1, but the mesh has 2" in refusal(one, parallel={"expert": 2})
     assert "is in no MoE layer" in refusal(marked(None))
     assert "'ep_size_N'" in refusal(marked("mine"))
+    normed = MoE(4, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 2, 2)
+    assert "have buffers ('deepspeed_experts" in refusal(nn.Sequential(normed))
     wrong = refusal(one, parallel={"expert": 4})
     assert "expert 4 (parallel.expert)" in wrong
     assert "use a size that divides it" in wrong

@@ -14,7 +14,7 @@ from zeroshard_testing import on_ranks
 from zeroshard import deepspeed, initialize
 from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.core.mesh import BATCH, Mesh
-from zeroshard.core.mesh_sources import NOT_YET, resolve_mesh
+from zeroshard.core.mesh_sources import resolve_mesh
 from zeroshard.deepspeed import groups
 from zeroshard.deepspeed.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from zeroshard.errors import ConfigError, UsageError
@@ -44,14 +44,14 @@ def test_device_meshes_and_parameters_are_read() -> None:
         mesh_sources(model=model),
         mesh_sources(mesh=mesh, mesh_param=(2, 1), model=model),
     ):
-        assert resolve_mesh(sources, 4, not_yet={}).mesh == TWO_BY_TWO
+        assert resolve_mesh(sources, 4).mesh == TWO_BY_TWO
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     with pytest.raises(
         UsageError, match=r"\[\[0, 1\], \[2, 3\]\] along tensor and .* has \[\[0, 2\]"
     ):
-        resolve_mesh(mesh_sources(mesh=other), 4, not_yet={})
+        resolve_mesh(mesh_sources(mesh=other), 4)
     with pytest.raises(UsageError, match=r"other order|in the order pipeline"):
-        resolve_mesh(mesh_sources(mesh=other["tp"]), 4, not_yet={})
+        resolve_mesh(mesh_sources(mesh=other["tp"]), 4)
 
 
 @on_ranks(4)
@@ -72,14 +72,6 @@ def test_an_engine_takes_a_mesh_of_data_parallel_ranks() -> None:
         initialize(model=nn.Linear(2, 2), config=CONFIG, mesh=mesh, mesh_param=(2, 1))
 
 
-@pytest.mark.skipif("sequence" not in NOT_YET, reason="sequence parallelism works")
-@on_ranks(4)
-def test_what_does_not_work_yet_is_refused_on_every_rank() -> None:
-    with pytest.raises(ConfigError, match=r"mesh_param\[1\]: 2 is asked for; sequence parallelism"):
-        initialize(model=nn.Linear(2, 2), config=CONFIG, mesh_param=(2, 2))
-    dist.barrier()  # no collective was begun
-
-
 @on_ranks(4)
 def test_groups_of_a_mesh_are_process_groups() -> None:
     rank = dist.get_rank()
@@ -95,7 +87,7 @@ def test_groups_of_a_mesh_are_process_groups() -> None:
     assert groups._get_broadcast_src_rank() == rank % 2
     again = groups.MeshGroups.open(TWO_BY_TWO)
     assert again.group(BATCH) is found.group(BATCH)
-    assert resolve_mesh(mesh_sources(mpu=found), 4, not_yet={}).mesh == TWO_BY_TWO
+    assert resolve_mesh(mesh_sources(mpu=found), 4).mesh == TWO_BY_TWO
     groups.use(Mesh(data_shard=4))
     assert groups._get_data_parallel_world_size() == 4
     assert groups._get_tensor_model_parallel_group() is None
@@ -116,7 +108,7 @@ def test_a_grid_makes_its_groups_and_is_an_mpu() -> None:
     assert grid.stage_to_global(1) == 2 + rank % 2
     assert grid.p2p_groups == [[0, 2], [1, 3], [2, 0], [3, 1]]
     mesh = Mesh(pipeline=2, tensor=2)
-    assert resolve_mesh(mesh_sources(mpu=grid), 4, not_yet={}).mesh == mesh
+    assert resolve_mesh(mesh_sources(mpu=grid), 4).mesh == mesh
 
 
 @on_ranks(4)

@@ -95,7 +95,7 @@ def resolving(
 
     def call() -> Any:
         given = [source for source in sources() if source is not None]
-        return resolve_mesh(given, world_size, not_yet={})
+        return resolve_mesh(given, world_size)
 
     return Case(name, call, text, error)
 

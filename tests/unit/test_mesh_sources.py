@@ -15,7 +15,6 @@ from zeroshard.comm.mesh_objects import AXES, mesh_from_model, mesh_sources
 from zeroshard.config import load_config
 from zeroshard.core.mesh import DIMS, Mesh
 from zeroshard.core.mesh_sources import (
-    NOT_YET,
     Claim,
     MeshSource,
     nearest_mesh,
@@ -26,16 +25,9 @@ from zeroshard.errors import ConfigError, ZeroShardError
 ONE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}
 
 
-@pytest.fixture
-def all_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every dimension is implemented."""
-    for dim in tuple(NOT_YET):
-        monkeypatch.delitem(NOT_YET, dim)
-
-
 def resolved(world_size: int, *sources: MeshSource | None) -> Mesh:
     given = [one for one in sources if one is not None]
-    return resolve_mesh(given, world_size, not_yet={}).mesh
+    return resolve_mesh(given, world_size).mesh
 
 
 # Errors
@@ -51,27 +43,6 @@ def test_a_wrong_mesh_is_answered_with_its_message(case: Case) -> None:
 
 def test_there_are_enough_wrong_meshes() -> None:
     assert len({case.name for case in CASES}) == len(CASES) >= 50
-
-
-@pytest.mark.parametrize("dim", ["tensor", "pipeline", "data_replicate", "sequence", "expert"])
-def test_a_dimension_that_is_not_implemented_is_refused_by_name(dim: str) -> None:
-    source = keys(**{dim: 2})
-    assert source is not None
-    with pytest.raises(ConfigError) as caught:
-        resolve_mesh([source], 2, not_yet={dim: "it is missing; use 1"})
-    assert str(caught.value) == f"parallel.{dim}: 2 is asked for; it is missing; use 1"
-    one = keys(**{dim: 1})
-    assert one is not None
-    assert resolve_mesh([one], 2, not_yet={dim: "it is missing"}).mesh == Mesh(data_shard=2)
-
-
-@pytest.mark.parametrize("dim", sorted(NOT_YET))
-def test_the_configuration_refuses_what_the_table_lists(dim: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config({**ONE, "parallel": {dim: 2}}, world_size=4)
-    assert str(caught.value) == (
-        f"1 problem in the configuration:\n  parallel.{dim}: 2 is asked for; {NOT_YET[dim]}"
-    )
 
 
 # Sources
@@ -230,7 +201,6 @@ def test_several_sources_may_agree() -> None:
             *mesh_sources(mesh=layout, mpu=None, mesh_param=(2, 1), model=dtensors(layout)),
         ],
         4,
-        not_yet={},
     )
     assert found.mesh == Mesh(data_shard=2, tensor=2)
     assert found.origins["tensor"] == "'tp' of the device mesh of the parameter w0"
@@ -258,7 +228,6 @@ def test_a_claim_about_no_ranks_is_refused_when_it_is_made() -> None:
 # In a configuration
 
 
-@pytest.mark.usefixtures("all_work")
 def test_batches_are_divided_by_the_data_parallel_size() -> None:
     config = {
         "train_batch_size": 12,
@@ -277,7 +246,6 @@ def test_batches_are_divided_by_the_data_parallel_size() -> None:
         load_config({"train_batch_size": 3, "parallel": {"tensor": 2}}, world_size=4)
 
 
-@pytest.mark.usefixtures("all_work")
 def test_the_program_and_the_configuration_must_agree() -> None:
     sources = mesh_sources(mesh=device_mesh(("dp", "tp"), [[0, 1], [2, 3]]))
     loaded = load_config(ONE, world_size=4, mesh_sources=sources)
@@ -288,7 +256,6 @@ def test_the_program_and_the_configuration_must_agree() -> None:
     assert "tensor: parallel.tensor is 4, but 'tp' of mesh= is 2; both" in str(caught.value)
 
 
-@pytest.mark.usefixtures("all_work")
 def test_the_mesh_is_part_of_what_ranks_compare() -> None:
     (other,) = mesh_sources(mesh=Mesh(data_shard=2, tensor=2))
     with_mesh = load_config(ONE, world_size=4, mesh_sources=[other])

@@ -54,8 +54,7 @@ def _expert_size(config: Config) -> int:
             raise ConfigError(
                 f"expert_parallel.{key}: {show(section[key])} is asked for, and only {show(neutral)} is "
                 "possible: experts are not cut over tensor ranks, and routers are those of the model. "
-                "Leave "
-                "the key out."
+                "Leave the key out."
             )
     value = section.get("autoep_size", 1)
     number = read_number(value)

@@ -467,17 +467,14 @@ class Config(Section):
     use_data_before_expert_parallelism: Flag = honour(
         False,
         "Which ranks share the experts of a layer. false: neighbours; true: ranks that are as far apart "
-        "as "
-        "possible, so that neighbours hold the same experts.",
+        "as possible, so that neighbours hold the same experts.",
     )
     expert_parallel: Free = honour(
         dict,
         "Expert parallelism. autoep_size is another name of parallel.expert (1: not given): so many "
-        "ranks "
-        "share the experts of a Transformers model, by its own plan. expert_tensor_parallel_size must "
-        "be 1, "
-        "and load_balance_coeff null; the other keys of DeepSpeed have no effect, since the model's own "
-        "router and experts run.",
+        "ranks share the experts of a Transformers model, by its own plan. expert_tensor_parallel_size "
+        "must be 1, and load_balance_coeff null; the other keys of DeepSpeed have no effect, since the "
+        "model's own router and experts run.",
     )
     compile: side.CompileConfig = accept(side.CompileConfig, "Options of DeepCompile.")
     inference: Any = accept(None, "Read by Transformers only.")

@@ -28,7 +28,6 @@ from zeroshard.config.fields import (
     not_yet,
     refuse,
 )
-from zeroshard.core.mesh_sources import NOT_YET
 
 CONVOLUTIONS = ("conv.Conv1d", "conv.Conv2d", "conv.Conv3d")
 
@@ -292,27 +291,22 @@ class PipelineConfig(Section):
     seed_layers: Flag = accept(False, "Has no effect: an argument of PipelineModule decides.")
 
 
-def _size_of(dim: str, doc: str, default: int = 1) -> Any:
-    """The size of a dimension of the mesh. If that is not implemented yet, only 1 is possible."""
-    return (not_yet if dim in NOT_YET else honour)(default, doc)
-
-
 class ParallelConfig(Section):
     """Sizes of the mesh. Other sources may give them, too: see :mod:`zeroshard.core.mesh_sources`."""
 
-    pipeline: Count = _size_of(
-        "pipeline",
+    pipeline: Count = honour(
+        1,
         "Number of ranks that share the layers. The model must be cut over them, by "
         "zeroshard.parallel.pipeline().",
     )
-    tensor: Count = _size_of(
-        "tensor",
+    tensor: Count = honour(
+        1,
         "Number of ranks that share each layer. The model must be cut over them, by "
         "zeroshard.parallel.tensor_parallel() for example.",
     )
-    sequence: Count = _size_of("sequence", "Number of ranks that share one sequence.")
-    expert: Count = _size_of("expert", "Number of ranks that share the experts of a layer.")
-    data_replicate: Count = _size_of("data_replicate", "Number of copies of the sharded state.")
+    sequence: Count = honour(1, "Number of ranks that share one sequence.")
+    expert: Count = honour(1, "Number of ranks that share the experts of a layer.")
+    data_replicate: Count = honour(1, "Number of copies of the sharded state.")
     data_shard: CountOrAuto = honour(
         "auto",
         "Number of ranks that share one copy of the sharded state. auto: the ranks that the other "
@@ -337,18 +331,17 @@ class HierarchyConfig(Section):
 
 
 class TensorParallelDetails(Section):
-    tp_size: Natural = _size_of("tensor", "Another name of parallel.tensor. 0 and 1: not given.")
+    tp_size: Natural = honour(1, "Another name of parallel.tensor. 0 and 1: not given.")
     tp_grain_size: Count = not_yet(1, "Layers are split at multiples of this number.")
     mpu: Any = not_yet(None, "Object that gives the process groups.")
     tp_group: Any = not_yet(None, "The process group.")
 
 
 class TensorParallelConfig(Section):
-    autotp_size: Natural = _size_of(
-        "tensor",
+    autotp_size: Natural = honour(
+        0,
         "Number of ranks that share each layer. A model that is not cut is cut by its own plan, or by "
         "its structure. 0 and 1: not given.",
-        default=0,
     )
     dtype: Dtype = not_yet("float16", "Dtype of the split layers.")
     tp: TensorParallelDetails = not_yet(TensorParallelDetails, "Details of the process groups.")

@@ -19,9 +19,6 @@ from zeroshard.errors import ConfigError, UsageError
 BATCH_DIMS = tuple(dim for dim in DIMS if dim in BATCH)
 """The dimensions whose sizes multiply to the data-parallel size."""
 
-NOT_YET: dict[str, str] = {}
-"""Dimension -> why it has to be 1, and what to do instead. A dimension without a row works."""
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -104,27 +101,23 @@ class ResolvedMesh:
 def resolve_mesh(
     sources: Sequence[MeshSource],
     world_size: int,
-    *,
-    not_yet: Mapping[str, str] | None = None,
 ) -> ResolvedMesh:
     """The mesh of ``world_size`` ranks on which all ``sources`` agree.
 
     A dimension that nobody mentions has size 1, and ``data_shard`` gets the ranks that are left. Without
-    sources, all ranks are data-parallel. ``not_yet``: dimensions that must be 1, with the reason;
-    default :data:`NOT_YET`.
+    sources, all ranks are data-parallel.
 
     Raises:
-        ConfigError: sources disagree, the sizes do not multiply to ``world_size``, or a dimension is not
-            implemented yet. One problem per line.
+        ConfigError: sources disagree, or the sizes do not multiply to ``world_size``. One problem per
+            line.
         UsageError: a source numbers the ranks in another order.
 
     >>> tensor = MeshSource("mesh=", (Claim(("tensor",), 2, "mesh="),))
-    >>> resolve_mesh([tensor], 8, not_yet={}).mesh.text
+    >>> resolve_mesh([tensor], 8).mesh.text
     'data_shard 4 x tensor 2'
     """
     claims = [claim for source in sources for claim in source.claims]
-    refused = NOT_YET if not_yet is None else not_yet
-    _refuse([*_unavailable(claims, refused), *_disagreements(claims)])
+    _refuse([*_disagreements(claims)])
     alone = [claim for claim in claims if len(claim.dims) == 1]
     origins = {claim.dims[0]: claim.name for claim in alone}
     sizes = {claim.dims[0]: int(claim.size) for claim in alone}
@@ -157,10 +150,8 @@ def _misfits(
     elif mesh.data_shard * mesh.sequence % mesh.expert:
         yield (
             f"expert {mesh.expert} ({origins.get('expert', '')}): the ranks that share experts are in "
-            "one "
-            f"shard group, and that has {mesh.data_shard * mesh.sequence} ranks (data_shard x "
-            "sequence); use a "
-            "size that divides it"
+            f"one shard group, and that has {mesh.data_shard * mesh.sequence} ranks (data_shard x "
+            "sequence); use a size that divides it"
         )
     elif mesh.data_replicate > 1 and mesh.data_shard * mesh.sequence == 1:
         yield (
@@ -172,13 +163,6 @@ def _misfits(
 
 def _in_order(dims: Collection[str]) -> list[str]:
     return [dim for dim in DIMS if dim in dims]
-
-
-def _unavailable(claims: Sequence[Claim], not_yet: Mapping[str, str]) -> Iterator[str]:
-    for claim in claims:
-        (dim, *others) = claim.dims
-        if claim.size > 1 and not others and dim in not_yet:
-            yield f"{claim.name}: {claim.size} is asked for; {not_yet[dim]}"
 
 
 def _disagreements(claims: Sequence[Claim]) -> Iterator[str]:

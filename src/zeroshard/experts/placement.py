@@ -19,19 +19,19 @@ def place_experts(
     """How many ranks share the experts of a layer: each number above 1 once, in order.
 
     Gives the experts in ``model`` the numbers that those of ``rank`` have. ``model`` has the layers of
-    all
-    pipeline stages. ``origin``: who gave the mesh its number of expert ranks, for messages. ``ties``:
-    parameters of several
-    pipeline stages; None: the model is no pipeline.
+    all pipeline stages. ``origin``: who gave the mesh its number of expert ranks, for messages. ``ties``:
+    parameters of several pipeline stages; None: the model is no pipeline.
 
     Raises:
         UsageError: a layer's ``ep_size`` does not fit the mesh, or an expert has no name of its own.
-        UnsupportedError: the mesh has replicas.
+        UnsupportedError: the mesh has replicas, or experts that ranks share have buffers.
     """
     if mesh.expert > 1:
         share_stacks(model, mesh, rank, origin)
     for name, layer in layers_of(model).items():
         _place_layer(name, layer, mesh, rank, origin, may_rename=ties is None)
+    for name, stack in stacks_of(model).items():
+        _refuse_buffers(name, stack, stack.ep_size)
     found = _sizes_of(model, ties or ())
     if mesh.expert > 1 and not found:
         raise UsageError(
@@ -59,6 +59,18 @@ def _place_layer(
     if layer.ep_size > 1:
         mesh.check_experts(layer.ep_size)
         layer.move_to(mesh.expert_place(rank, layer.ep_size), may_rename=may_rename)
+        _refuse_buffers(name, layer.deepspeed_moe.experts, layer.ep_size)
+
+
+def _refuse_buffers(name: str, experts: nn.Module, size: int) -> None:
+    """Buffers are those of rank 0 on every rank of a shard group, and in checkpoints."""
+    found = [leaf for leaf, _ in experts.named_buffers()]
+    if found:
+        raise UnsupportedError(
+            f"experts of the layer {name!r}, which {size} ranks share, have buffers ({found[0]!r} and "
+            f"{len(found) - 1} more): every rank would get those of rank 0's experts. Use experts "
+            "without buffers (LayerNorm instead of BatchNorm), or ep_size 1."
+        )
 
 
 def _sizes_of(model: nn.Module, ties: Collection[str]) -> tuple[int, ...]:

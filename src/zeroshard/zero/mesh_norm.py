@@ -87,8 +87,7 @@ class MeshExchange:
     from the same numbers, so the sums must agree. They do not if the ranks train on different samples.
 
     ``holders`` reduces gradients. It has one hop; with replicas or nodes it has two. The ranks of a hop
-    compare its history. ``others``: units with other
-    holders.
+    compare its history. ``others``: units with other holders.
 
     ``copied``: by position in the model, the names of parameters that the tensor dimension does not cut.
     ``uncounted``: positions of parameters that another rank of the tensor group counts.
