@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from support import expert_models as tiny
 from support.covering import each_value
 from support.expert_models import Run, Setting, StarvingGate
 from support.expert_runs import opened, trained
+from torch.utils.checkpoint import checkpoint
 from zeroshard_testing import on_ranks
 
 from zeroshard.core.mesh import Mesh
@@ -82,6 +84,26 @@ def test_offloaded_experts_equal_one_process(stage, zero, tmp_path):
         for part, where in zero.items()
     }
     check(MICRO, 2, stage, zero_optimization={"stage": stage, **zero})
+
+
+@pytest.mark.parametrize("over", ["all", "hybrid"])
+@pytest.mark.parametrize("ep_size", [2, 4])
+@on_ranks(4)
+def test_experts_beside_nodes_equal_one_process(ep_size, over):
+    """Dense units have two hops, those of experts one."""
+    nodes = {"stage": 3, "hierarchy": {"inner": 2, "shard_over": over}}
+    check(MICRO, ep_size, 3, zero_optimization=nodes)
+
+
+@on_ranks(2)
+def test_checkpointed_experts_equal_one_process():
+    """Backward runs the exchange of tokens again."""
+    setting = Setting(starved=(3,), hungry=0)
+    with opened(setting, 2, 3) as engine:
+        for block in engine.module.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        found = trained(engine, setting)
+    assert_equal(found, tiny.in_one_process(setting, 2))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
