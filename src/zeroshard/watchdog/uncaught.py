@@ -9,7 +9,9 @@ nothing, and would hide the traceback of the rank that failed. So only frames of
 The same holds for a mistake of the program, whose message says what to do.
 
 Where nobody catches an error, Python calls ``sys.excepthook``, which is replaced from the first call of
-``initialize`` on, and while an engine is open.
+``initialize`` on, and while an engine is open. ``torch.distributed`` puts a hook of its own around the one
+that it finds, so ours may be called by the hook to which it passes an error. It then passes the error to
+the one that was there first.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Explains(Protocol):
 
 
 _OPEN: weakref.WeakSet[Explains] = weakref.WeakSet()
-_before = sys.excepthook
+_first = _before = sys.excepthook
+_runs = False
 
 
 def shorten_uncaught() -> None:
@@ -50,12 +53,25 @@ def watch_uncaught(session: Explains) -> None:
 
 def leave_uncaught(session: Explains) -> None:
     """Do not ask ``session`` any more. The last one restores the hook of the program."""
+    global _before
     _OPEN.discard(session)
     if not _OPEN and sys.excepthook is _hook:
-        sys.excepthook = _before
+        sys.excepthook, _before = _before, _first  # the restored one may call ours
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    global _runs
+    if _runs:
+        _first(kind, error, trace)
+        return
+    _runs = True
+    try:
+        _tell(kind, error, trace)
+    finally:
+        _runs = False
+
+
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     for session in list(_OPEN):
         if (found := session.explanation(error)) is not None:
             kind, error = type(found), found.with_traceback(trace)
