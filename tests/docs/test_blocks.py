@@ -216,7 +216,7 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/integrations.md": [INTEGRATIONS] * 7,
     "docs/migrate.md": [commands, compiles, compiles],
     "docs/monitors.md": [configuration, compiles, commands],
-    "docs/offload.md": [configuration, continues, commands],
+    "docs/offload.md": [configuration, configuration, continues, commands],
     "docs/parallel.md": [shown, compiles, runs],
     "docs/pipeline.md": [PIPELINE, PIPELINE],
     "docs/plan.md": [

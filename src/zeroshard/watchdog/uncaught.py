@@ -9,9 +9,9 @@ nothing, and would hide the traceback of the rank that failed. So only frames of
 The same holds for a mistake of the program, whose message says what to do.
 
 Where nobody catches an error, Python calls ``sys.excepthook``, which is replaced from the first call of
-``initialize`` on, and while an engine is open. ``torch.distributed`` puts a hook of its own around the one
-that it finds, so ours may be called by the hook to which it passes an error. It then passes the error to
-the one that was there first.
+``initialize`` on, and while an engine is open. ``torch.distributed`` puts a hook of its own around the
+one that it finds, so ours may be called by the hook to which it passes an error. It then passes the error
+to the one that was there first.
 """
 
 from __future__ import annotations
@@ -34,15 +34,19 @@ class Explains(Protocol):
 
 
 _OPEN: weakref.WeakSet[Explains] = weakref.WeakSet()
-_first = _before = sys.excepthook
-_runs = False
+
+
+class _Hooks:
+    """What ``sys.excepthook`` was at first, what it was before ours, and whether ours runs."""
+
+    first = before = staticmethod(sys.excepthook)
+    ours_runs = False
 
 
 def shorten_uncaught() -> None:
     """Print uncaught errors of this package without its frames from now on."""
-    global _before
     if sys.excepthook is not _hook:
-        _before, sys.excepthook = sys.excepthook, _hook
+        _Hooks.before, sys.excepthook = staticmethod(sys.excepthook), _hook
 
 
 def watch_uncaught(session: Explains) -> None:
@@ -53,22 +57,21 @@ def watch_uncaught(session: Explains) -> None:
 
 def leave_uncaught(session: Explains) -> None:
     """Do not ask ``session`` any more. The last one restores the hook of the program."""
-    global _before
     _OPEN.discard(session)
     if not _OPEN and sys.excepthook is _hook:
-        sys.excepthook, _before = _before, _first  # the restored one may call ours
+        sys.excepthook = _Hooks.before
+        _Hooks.before = staticmethod(_Hooks.first)  # the restored one may call ours
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    global _runs
-    if _runs:
-        _first(kind, error, trace)
+    if _Hooks.ours_runs:
+        _Hooks.first(kind, error, trace)
         return
-    _runs = True
+    _Hooks.ours_runs = True
     try:
         _tell(kind, error, trace)
     finally:
-        _runs = False
+        _Hooks.ours_runs = False
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -84,7 +87,7 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
             error.__cause__, error.__suppress_context__ = None, True
         trace = of_program(trace)
         error = error.with_traceback(trace)
-    _before(kind, error, trace)
+    _Hooks.before(kind, error, trace)
 
 
 def of_program(trace: TracebackType | None) -> TracebackType | None:

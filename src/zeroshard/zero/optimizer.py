@@ -51,7 +51,7 @@ from zeroshard.zero.make_shard import GiveMemory, StateDtypes, make_optimizer_sh
 from zeroshard.zero.optimizer_object import OptimizerObject
 from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment
 from zeroshard.zero.optimizer_state import FragmentState, SettledState
-from zeroshard.zero.shard_norms import all_norms
+from zeroshard.zero.shard_norms import Cuts, measure
 from zeroshard.zero.turns import Turns
 from zeroshard.zero.unit import Unit, UnitState
 from zeroshard.zero.updaters import StepInputs
@@ -172,8 +172,24 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ the step
 
     def norms(self) -> Norms:
-        """2-norms of this rank's fragments of the reduced gradient, in the order of the parameters."""
-        return in_order_of_clipping(all_norms(self.shards), self._dtype_of)
+        """2-norms of this rank's fragments of the reduced gradient, in the order of the parameters.
+
+        Those of a gradient in a store were measured when it was stored. The others are measured together.
+        """
+        found: Norms = []
+        here: list[tuple[Cuts, Tensor]] = []
+        for shard in self.shards:
+            buffer = shard.buffer
+            if buffer.norms is not None:
+                found += buffer.norms
+                continue
+            grad_R = buffer.reduced_N if shard.is_whole else buffer.peek()
+            assert grad_R is not None, "GradReducer.finish() comes before the norm"
+            if buffer.is_stored:  # its memory is needed for the next one
+                found += shard.measure(grad_R)
+            else:
+                here.append((shard.measured(), grad_R))
+        return in_order_of_clipping(found + measure(here), self._dtype_of)
 
     def update(
         self,

@@ -53,7 +53,7 @@ from zeroshard.optim.state_tree import flat, replace
 from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.held_grads import HeldGrad, assigned
 from zeroshard.zero.master_piece import MasterPiece, PagedPiece
-from zeroshard.zero.shard_norms import measure
+from zeroshard.zero.shard_norms import Cuts, measure
 from zeroshard.zero.unit import Unit, offloaded_error
 
 if TYPE_CHECKING:
@@ -286,18 +286,18 @@ class OptimizerShard:
 
     def measure(self, grad_R: Tensor) -> Norms:
         """2-norms of this rank's fragments of a gradient ``[R]``."""
-        return measure([(self, grad_R)])
+        return measure([(self.measured(), grad_R)])
 
-    def measured_cuts(self) -> list[tuple[int, tuple[int, int]]]:
-        """Slot, begin and end of the fragments whose norms clipping adds up.
+    def measured(self) -> Cuts:
+        """The fragments whose norms clipping adds up.
 
         On one rank these are the ones of ``clip_grad_norm_``: not parameters without gradient, but those
         without elements, whose norm is zero.
         """
-        if self.buffer.comm.size > 1:
-            return self.cuts
-        touched = self.buffer.has_grad
-        return [cut for cut in (*self.cuts, *self.empty) if touched[cut[0]]]
+        cuts, touched = self.cuts, self.buffer.has_grad
+        if self.buffer.comm.size == 1:
+            cuts = [cut for cut in (*cuts, *self.empty) if touched[cut[0]]]
+        return [(self.unit.positions[index], place) for index, place in cuts]
 
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:
