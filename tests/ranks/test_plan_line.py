@@ -141,7 +141,7 @@ def test_a_model_without_a_name_is_planned_by_a_function_of_the_script(
     assert "Squares is not a model of Transformers" in text
     assert (f"define plan_entry() in {script}" in text) is not has_function
     script.write_text(SCRIPT + FUNCTION)
-    assert "fits, 1.0 MiB to spare" in ran(command(line))
+    assert "fits, 0.000975 GiB to spare" in ran(command(line))
 
 
 def test_what_the_program_said_is_in_the_configuration(tmp_path):
