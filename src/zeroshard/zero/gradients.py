@@ -223,11 +223,12 @@ class GradBuffer:
         )
 
     def adopt(self, grad: Tensor) -> None:
-        """Make the gradient's own memory ``grads_N``. Nothing else may refer to it.
-
-        It is reported with the launch of its reduction, or at the end of backward.
-        """
+        """Make the gradient's own memory ``grads_N``. Nothing else may refer to it."""
         self.grads_N, self._views = grad.view(-1), None
+        kind = (_TRANSIENT if self.transient else _KEPT)[0]
+        self._reported[kind] += grad.nbytes
+        tier = Tier.DEVICE if kind else self.tier
+        self.ledger.hold(_CATEGORIES[kind], self.unit.name, self._reported[kind], tier)
 
     @property
     def views(self) -> list[Tensor]:

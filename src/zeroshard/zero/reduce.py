@@ -145,7 +145,6 @@ class GradReducer:
             buffer.end_backward()
         self.waiting = not self.reducing
         if self.waiting:
-            report(self.buffers)
             return
         while self._next < len(self._launches):
             self._launch_next()
@@ -153,7 +152,6 @@ class GradReducer:
             if buffer.grads_N is not None:
                 self._launch([buffer])
         self._drain(0)
-        report(self._orders.get(None, ()))
 
     def _launch_next(self) -> None:
         buffers = self._launches[self._next]

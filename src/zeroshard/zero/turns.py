@@ -163,19 +163,17 @@ class Turns:
             if not may_update(chunk, kernel)
         ]
 
-    def _join(self, chosen: Sequence[list[Updater]]) -> None:
-        """Let one updater do all fused steps after which nothing is sent, in the turn of the first."""
-        joining = [
-            updaters
+    def _join(self, chosen: Sequence[Sequence[Updater]]) -> None:
+        """Let all fused steps after which nothing is sent be made at once."""
+        steps = [
+            updater
             for shard, updaters in zip(self._shards, chosen, strict=True)
-            if not _is_sent(shard) and any(type(u) is FusedStep for u in updaters)
+            if not _is_sent(shard)
+            for updater in updaters
+            if isinstance(updater, FusedStep)
         ]
-        steps = [u for updaters in joining for u in updaters if type(u) is FusedStep]
-        if len(steps) < 2:
-            return
-        for updaters in joining:
-            updaters[:] = [u for u in updaters if type(u) is not FusedStep]
-        joining[0].append(JointStep(self._optimizer, steps))
+        if len(steps) > 1:
+            JointStep(self._optimizer, steps)
 
     def _turn(
         self,

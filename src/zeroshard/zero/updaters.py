@@ -155,12 +155,15 @@ class FusedStep:
         self._own = own
         self._inner = optimizer.inner
         self._ledger = ledger
+        self.joint: JointStep | None = None
         self._fused: FusedUpdate | None = None
         # What the optimizer's state of each fragment was: name and tensor.
         self._known: list[tuple[Tensor, list[tuple[str, Tensor]]]] = []
 
     def step(self, inputs: StepInputs) -> None:
         """See :class:`Updater`."""
+        if self.joint is not None and self.joint.did(inputs):
+            return
         shard = self._shard
         skipped = inputs.untouched.get(id(shard.unit), NO_SLOTS)
         fused = self.prepared() if not skipped and inputs.found_inf is None else None
@@ -213,31 +216,38 @@ class FusedStep:
 
 
 class JointStep:
-    """The updater of several chunks that can be updated at once, in one call where none is left out."""
+    """Fused steps of several chunks that can be updated at once, in one call in the turn of the first.
+
+    Where the call is not possible, each chunk is updated in its own turn.
+    """
 
     def __init__(self, optimizer: OptimizerObject, steps: Sequence[FusedStep]) -> None:
         self._inner = optimizer.inner
         self._steps = list(steps)
         self._joint: JointUpdate | None = None
+        self._inputs: StepInputs | None = None  # for which :meth:`did` was asked last
+        self._did = False
+        for step in steps:
+            step.joint = self
 
-    def step(self, inputs: StepInputs) -> None:
-        """See :class:`Updater`. Updates all chunks."""
+    def did(self, inputs: StepInputs) -> bool:
+        """Whether all chunks are updated. Updates them if that is possible."""
+        if self._inputs is not inputs:
+            self._inputs, self._did = inputs, self._run(inputs)
+        return self._did
+
+    def _run(self, inputs: StepInputs) -> bool:
         if inputs.untouched or inputs.found_inf is not None:
-            self._one_by_one(inputs)
-            return
+            return False
         prepared = [step.prepared() for step in self._steps]
         updates = [update for update in prepared if update is not None]
         if len(updates) < len(prepared):
-            self._one_by_one(inputs)
-            return
+            return False
         if self._joint is None or self._joint.updates != updates:
             self._joint = JointUpdate(updates)
         grads = [step.gradient() for step in self._steps]
         self._joint.run(grads, inputs.factor_on_host, self._inner.param_groups)
-
-    def _one_by_one(self, inputs: StepInputs) -> None:
-        for step in self._steps:
-            step.step(inputs)
+        return True
 
 
 class SimulatedStep:
