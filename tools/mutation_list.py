@@ -1122,7 +1122,7 @@ MUTATIONS = [
         "experts/gate.py",
         "place2_SE = second_SE.cumsum(0) - 1 + mask_SE.sum(0)",
         "place2_SE = second_SE.cumsum(0) - 1",
-        "tests/unit/test_experts.py::test_places_go_to_first_choices_first",
+        "tests/unit/test_expert_layers.py::test_places_go_to_first_choices_first",
     ),
     Mutation(
         "experts-of-other-ranks-unknown-to-a-load",
@@ -1136,7 +1136,7 @@ MUTATIONS = [
         "zero/clip.py",
         "for words_WK, theirs in () if fake else seen.apart:",
         "for words_WK, theirs in ():",
-        "tests/unit/test_experts.py::test_a_gradient_of_an_expert_counts_if_its_own_holders_have_one",
+        "tests/unit/test_expert_layers.py::test_a_gradient_of_an_expert_counts_if_its_own_holders_have_one",
     ),
     # ------------------------------------------------------------------ device, testing
     Mutation(

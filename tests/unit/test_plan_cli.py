@@ -382,7 +382,8 @@ def test_sizes_of_small_models_are_not_zero(run):
 
 
 @pytest.mark.parametrize("more", [(), ("--machine", "h100")])
-def test_every_size_on_the_page_of_a_plan_is_in_gib(run, tmp_path, more):
+def test_every_size_on_the_page_of_a_plan_is_in_gib(run, tmp_path, monkeypatch, more):
+    monkeypatch.setenv("COLUMNS", "200")  # no cell is broken
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     zero = {"stage": 1, "offload_optimizer": nvme}
     result = run("nets_to_plan:deep", "--memory", "1", *more, zero_optimization=zero)
