@@ -48,7 +48,7 @@ allowed; a key that occurs twice is an error. A dict that you pass is not change
   `true` or `false`, nothing else. *Elements* count numbers, not bytes. A *dtype* is one of `fp32`,
   `fp16`, `bf16`, `fp64` or torch's name for it. *Globs* are matched against dotted names.
 * **The origin of every value** (file, argument, auto, derived, default) is shown in one table at the
-  start of a run.
+  start of a run with `"log_level": "debug"`.
 
 Each key has one of these verdicts:
 

@@ -226,6 +226,7 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/recipes.md": [by_hand],
     "docs/restart.md": [commands, compiles, compiles, commands, keys, commands, shown],
     "docs/experts.md": [compiles, configuration],
+    "docs/hierarchy.md": [configuration],
     "docs/sequence.md": [compiles, compiles, compiles],
     "docs/stalls.md": [shown, shown, shown, shown, keys],
     "docs/tutorials/first_run.md": [commands, TUTORIAL, commands, TUTORIAL, commands, commands],
