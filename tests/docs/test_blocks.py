@@ -86,6 +86,11 @@ def configuration(block: Block, page: Path) -> None:
     accepted(json.loads(block.text))
 
 
+def of_two_hosts(block: Block, page: Path) -> None:
+    """A whole configuration for hosts of eight ranks."""
+    load_config(json.loads(block.text), world_size=16)
+
+
 def keys(block: Block, page: Path) -> None:
     """Keys of a configuration."""
     accepted(json.loads(f"{{{block.text}}}"))
@@ -226,7 +231,7 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/recipes.md": [by_hand],
     "docs/restart.md": [commands, compiles, compiles, commands, keys, commands, shown],
     "docs/experts.md": [compiles, configuration],
-    "docs/hierarchy.md": [configuration],
+    "docs/hierarchy.md": [of_two_hosts],
     "docs/sequence.md": [compiles, compiles, compiles],
     "docs/stalls.md": [shown, shown, shown, shown, keys],
     "docs/tutorials/first_run.md": [commands, TUTORIAL, commands, TUTORIAL, commands, commands],

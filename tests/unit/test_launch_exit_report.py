@@ -231,6 +231,15 @@ def test_an_interrupted_run_is_one_line():
     assert (report.lines, report.exitcode) == (("stopped by SIGINT; ranks 0-1 ended.",), 130)
 
 
+def test_a_headline_that_introduces_a_list_has_its_first_line():
+    problem = "1 problem in the configuration:\n  zero_optimization.stage: 4 is no stage"
+    stderr = BOOM.replace("ValueError: boom", f"zeroshard.errors.ConfigError: {problem}")
+    assert stderr != BOOM
+    trace = last_trace(stderr)
+    assert trace is not None
+    assert trace.headline == "zeroshard.errors.ConfigError: " + " ".join(problem.split())
+
+
 def test_a_chain_of_causes_is_one_trace_with_the_last_exception_as_headline():
     stderr = (
         "Traceback (most recent call last):\n  a\nKeyError: 'x'\n\n"

@@ -94,17 +94,21 @@ def _start_of_last(lines: list[str]) -> int | None:
 
 
 def _headline(block: list[str]) -> str:
-    """The line that names the last exception of a chain, or the fatal error."""
+    """The line that names the last exception of a chain, or the fatal error.
+
+    A line that ends in a colon, as of a list of problems, is followed by the next one.
+    """
     last = max((i for i, line in enumerate(block) if _TRACEBACK.match(line)), default=None)
     if last is None and block and _UNPARSED.match(block[0]):
         last = 0
     if last is None:
         return block[0] if block else ""
     marked = block[last].startswith("  +")
-    for line in block[last + 1 :]:
+    for at, line in enumerate(block[last + 1 :], last + 1):
         text = line.removeprefix("  | ") if marked else line
         if text and not text.startswith(" "):
-            return text.strip()
+            more = block[at + 1].strip() if text.endswith(":") and at + 1 < len(block) else ""
+            return f"{text.strip()} {more}".strip()
     return block[-1].strip()
 
 
