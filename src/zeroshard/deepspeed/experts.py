@@ -67,8 +67,7 @@ def split_params_into_different_moe_groups_for_optimizer(
     if bad := [each for each in given if not isinstance(each, dict) or "params" not in each]:
         raise UsageError(
             f"param_groups has a {type(bad[0]).__name__}; it must be a param group of an optimizer, a "
-            "dict "
-            "with 'params', or a list of such dicts."
+            "dict with 'params', or a list of such dicts."
         )
     of_experts: list[dict[str, Any]] = []
     for group in given:

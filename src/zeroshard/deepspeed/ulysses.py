@@ -9,6 +9,7 @@ from torch import nn
 from zeroshard.comm.env import current_rank_info
 from zeroshard.comm.mesh_objects import mesh_from_model
 from zeroshard.core.mesh import Mesh
+from zeroshard.core.model_config import text_config
 from zeroshard.deepspeed import groups
 from zeroshard.deepspeed.logs import logger
 from zeroshard.errors import UnsupportedError, UsageError
@@ -131,7 +132,7 @@ def _implementation(config: Any, asked: str | None) -> str:
 
 
 def _check_layers(config: Any, size: int, tensor: int) -> None:
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     kinds = sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()})
     if mixing := [kind for kind in kinds if kind.startswith(_NO_STATE)]:
         raise UnsupportedError(

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from zeroshard.engine.draft import Draft
-from zeroshard.experts.layer import MoE, layers_of
-from zeroshard.experts.stacked import SharedStack, stacks_of
+from zeroshard.experts.placement import expert_layers
 from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.mesh_norm import ExpertParts
@@ -26,11 +25,7 @@ def connect_experts(draft: Draft, watch: CommSession) -> None:
         for size in draft.expert_sizes
     }
     watch.watch_layers(groups.values())
-    layers: list[MoE | SharedStack] = [
-        *layers_of(draft.model).values(),
-        *stacks_of(draft.model).values(),
-    ]
-    for layer in layers:
+    for layer in expert_layers(draft.model).values():
         layer.connect(groups.get(layer.ep_size))
         watch.leave.append(layer.disconnect)
 

@@ -11,7 +11,7 @@ places that a rank has at each expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -69,10 +69,6 @@ def capacity_of(tokens: int, experts: int, per_token: int, how: Selection) -> in
     return max(ceil(float(share)), how.min_capacity)
 
 
-def _one_hot(index_S: Tensor, experts: int) -> Tensor:
-    return F.one_hot(index_S, experts)
-
-
 def _gumbel_like(x: Tensor) -> Tensor:
     zero = torch.zeros((), dtype=x.dtype, device=x.device)
     drawn: Tensor = torch.distributions.Gumbel(zero, zero + 1).rsample(x.shape)
@@ -88,7 +84,7 @@ def choose_one(logits_SE: Tensor, how: Selection, used_S: Tensor | None = None) 
     noisy_SE = logits_SE + _gumbel_like(logits_SE) if how.noise == "RSample" else None
     gates_SE = logits_SE.softmax(1)
     index_S = (gates_SE if noisy_SE is None else noisy_SE).argmax(1)
-    mask_SE = _one_hot(index_S, experts)
+    mask_SE = F.one_hot(index_S, experts)
     if used_S is not None:
         mask_SE = mask_SE * used_S.reshape(-1, 1).to(mask_SE.dtype)
     counts_E = mask_SE.sum(0)
@@ -112,11 +108,11 @@ def choose_two(logits_SE: Tensor, how: Selection) -> Routes:
     _, experts = logits_SE.shape
     gates_SE = logits_SE.softmax(1)
     first_S = gates_SE.argmax(1)
-    mask_SE = _one_hot(first_S, experts)
+    mask_SE = F.one_hot(first_S, experts)
     if how.samples_second:
         logits_SE = logits_SE + _gumbel_like(logits_SE)
     second_S = logits_SE.masked_fill(mask_SE.bool(), float("-inf")).argmax(1)
-    second_SE = _one_hot(second_S, experts)
+    second_SE = F.one_hot(second_S, experts)
     place_SE = mask_SE.cumsum(0) - 1
     place2_SE = second_SE.cumsum(0) - 1 + mask_SE.sum(0)
     l_aux = (gates_SE.mean(0) * mask_SE.to(gates_SE.dtype).mean(0)).mean() * experts**2
@@ -158,8 +154,7 @@ def _routes(
     l_aux: Tensor,
     counts_E: Tensor,
 ) -> Routes:
-    """``chosen``: for each choice of a token the expert ``[S]``, what is kept and its place ``[S,
-    E]``."""
+    """``chosen``: for each choice the expert ``[S]``, and what is kept and its place ``[S, E]``."""
     index_SK = torch.stack([index_S for index_S, _, _ in chosen], 1)
 
     def picked(x_SE: Tensor, at: int) -> Tensor:
@@ -176,19 +171,11 @@ def _scaled(routes: Routes) -> Routes:
     """The same routes with weights whose sum is 1 for each token that is not dropped everywhere."""
     weight_SK = routes.weight_SK
     total_S1 = weight_SK.sum(1, keepdim=True).clamp(min=torch.finfo(weight_SK.dtype).eps)
-    return Routes(
-        routes.expert_SK,
-        routes.place_SK,
-        weight_SK / total_S1,
-        routes.capacity,
-        routes.l_aux,
-        routes.counts_E,
-    )
+    return replace(routes, weight_SK=weight_SK / total_S1)
 
 
 class TopKGate(nn.Module):
-    """A linear gate over ``num_experts`` experts, of which each token gets ``k``. Arguments as of
-    ``MoE``.
+    """A linear gate over ``num_experts`` experts, of which each token gets ``k``. Arguments of ``MoE``.
 
     It computes in fp32, or in fp64 for fp64 tokens. ``wg``: the linear layer, ``[E, M]`` without bias.
 
@@ -214,9 +201,8 @@ class TopKGate(nn.Module):
         del ep_group  # the layer has it
         if not 1 <= k <= num_experts:
             raise UsageError(
-                f"MoE: k is {k}, and the layer has num_experts {num_experts}: a token goes to at least "
-                "one "
-                "expert, and to each at most once."
+                f"MoE: k is {k}, and the layer has num_experts {num_experts}: a token goes to at "
+                "least one expert, and to each at most once."
             )
         if noisy_gate_policy not in NOISE:
             raise UsageError(

@@ -92,9 +92,8 @@ class MOELayer(nn.Module):
         """The experts' weighted results, of the shape of ``hidden_states``."""
         if self.ep_size > 1 and self.ep_group is None:
             raise UsageError(
-                f"a MoE layer with ep_size {self.ep_size} ran before its ranks were connected. Pass the "
-                "model "
-                "to initialize() first: the other experts are on other ranks."
+                f"a MoE layer with ep_size {self.ep_size} ran before its ranks were connected. Pass "
+                "the model to initialize() first: the other experts are on other ranks."
             )
         x_SM = hidden_states.reshape(-1, hidden_states.shape[-1])
         routes = self.gate(x_SM, used_token)
@@ -108,20 +107,17 @@ class MoE(nn.Module):
     """A layer with experts, of which each token gets ``k``. The arguments are DeepSpeed's.
 
     ``hidden_size``: elements of a token. ``expert``: a module, of which each expert is a copy with the
-    same
-    first values; or a function that makes one, which is called for each expert of the layer in order, so
-    that their values differ and do not depend on ``ep_size``. ``num_experts``: of the layer. ``ep_size``:
-    ranks that share them; each has ``num_experts / ep_size``. With ``drop_tokens`` a rank may send
-    ``max(ceil(tokens / num_experts * capacity_factor * k), min_capacity)`` tokens to an expert, in eval
-    mode with ``eval_capacity_factor``; further ones are dropped: the first tokens keep their places for
-    ``k=2``, the most probable ones for more; for ``k=1`` it is random with ``use_rts``. Without
-    ``drop_tokens`` none is dropped, and results do not depend on ``ep_size``. ``use_residual``: adds a
-    dense
-    expert (arXiv 2201.05596). ``noisy_gate_policy``: None, ``"Jitter"`` or ``"RSample"``.
-    ``top2_2nd_expert_sampling``: draw the second expert for ``k=2``. ``use_tutel`` has no effect.
-    ``enable_expert_tensor_parallelism``: see :func:`zeroshard.parallel.tensor_parallel`; without it,
-    tensor
-    ranks hold whole experts. ``mesh``: the mesh of the run, if it has tensor ranks and ``expert`` is a
+    same first values; or a function that makes one, which is called for each expert of the layer in
+    order, so that their values differ and do not depend on ``ep_size``. ``num_experts``: of the layer.
+    ``ep_size``: ranks that share them; each has ``num_experts / ep_size``. With ``drop_tokens`` a rank
+    may send ``max(ceil(tokens / num_experts * capacity_factor * k), min_capacity)`` tokens to an
+    expert, in eval mode with ``eval_capacity_factor``; further ones are dropped: the first tokens keep
+    their places for ``k=2``, the most probable ones for more; for ``k=1`` it is random with
+    ``use_rts``. Without ``drop_tokens`` none is dropped, and results do not depend on ``ep_size``.
+    ``use_residual``: adds a dense expert (arXiv 2201.05596). ``noisy_gate_policy``: None, ``"Jitter"``
+    or ``"RSample"``. ``top2_2nd_expert_sampling``: draw the second expert for ``k=2``. ``use_tutel``
+    has no effect. ``enable_expert_tensor_parallelism``: tensor ranks hold whole experts all the same,
+    and a warning says so. ``mesh``: the mesh of the run, if it has tensor ranks and ``expert`` is a
     function.
 
     Raises:
@@ -197,10 +193,9 @@ class MoE(nn.Module):
             return
         if self.makes_experts or not may_rename:
             raise UsageError(
-                f"a MoE layer with ep_size {self.ep_size} made part {self.place} of its experts on this "
-                "rank, "
-                f"but the mesh has part {place} here, since it has tensor ranks or another order. Pass "
-                "mesh= to MoE."
+                f"a MoE layer with ep_size {self.ep_size} made part {self.place} of its experts on "
+                f"this rank, but the mesh has part {place} here, since it has tensor ranks or another "
+                "order. Pass mesh= to MoE."
             )
         self.deepspeed_moe.experts.deepspeed_experts.renumber(place * self.num_local_experts)
 
@@ -246,8 +241,8 @@ def check_sizes(num_experts: int, ep_size: int) -> None:
         fits = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
         raise UsageError(
             f"MoE: num_experts is {num_experts}, which ep_size {ep_size} ranks cannot share: each has "
-            "equally "
-            f"many experts. Use an ep_size of {', '.join(map(str, fits))}, or other num_experts."
+            f"equally many experts. Use an ep_size of {', '.join(map(str, fits))}, or other "
+            "num_experts."
         )
 
 
@@ -282,9 +277,8 @@ def _own_experts(
             own.append(made)
     if len({id(one) for one in own}) < len(own):
         raise UsageError(
-            "MoE: expert() returned the same module twice. It must make a new one on each call; to copy "
-            "one "
-            "module, pass the module itself."
+            "MoE: expert() returned the same module twice. It must make a new one on each call; to "
+            "copy one module, pass the module itself."
         )
     return own
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 
 from torch import nn
 
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UnsupportedError, UsageError
-from zeroshard.experts.layer import MoE, layers_of
+from zeroshard.experts.layer import MoE
 from zeroshard.experts.marks import ranks_of_layer
-from zeroshard.experts.stacked import share_stacks, stacks_of
+from zeroshard.experts.stacked import SharedStack, share_stacks
+
+logger = logging.getLogger("zeroshard")
 
 
 def place_experts(
@@ -28,11 +31,14 @@ def place_experts(
     """
     if mesh.expert > 1:
         share_stacks(model, mesh, rank, origin)
-    for name, layer in layers_of(model).items():
-        _place_layer(name, layer, mesh, rank, origin, may_rename=ties is None)
-    for name, stack in stacks_of(model).items():
-        _refuse_buffers(name, stack, stack.ep_size)
-    found = _sizes_of(model, ties or ())
+    layers = expert_layers(model)
+    for name, layer in layers.items():
+        if isinstance(layer, MoE):
+            _place_layer(name, layer, mesh, rank, origin, may_rename=ties is None)
+        if layer.ep_size > 1:
+            experts = layer.deepspeed_moe.experts if isinstance(layer, MoE) else layer
+            _refuse_buffers(name, experts, layer.ep_size)
+    found = _sizes_of(model, layers.values(), ties or ())
     if mesh.expert > 1 and not found:
         raise UsageError(
             f"the mesh has {mesh.expert} expert ranks ({origin}), but no layer of the model has experts "
@@ -48,6 +54,12 @@ def place_experts(
     return found
 
 
+def expert_layers(model: nn.Module) -> dict[str, MoE | SharedStack]:
+    """The layers of ``model`` whose experts ranks may share, by name."""
+    kinds = (MoE, SharedStack)
+    return {name: each for name, each in model.named_modules() if isinstance(each, kinds)}
+
+
 def _place_layer(
     name: str, layer: MoE, mesh: Mesh, rank: int, origin: str, *, may_rename: bool
 ) -> None:
@@ -58,8 +70,14 @@ def _place_layer(
         )
     if layer.ep_size > 1:
         mesh.check_experts(layer.ep_size)
+    if layer.enable_expert_tensor_parallelism and mesh.tensor > 1 and rank == 0:
+        logger.warning(
+            "the MoE layer %r asks for enable_expert_tensor_parallelism, but each of the %d tensor ranks "
+            "holds whole experts. Results are the same; experts take %d times the memory.",
+            *(name, mesh.tensor, mesh.tensor),
+        )
+    if layer.ep_size > 1:
         layer.move_to(mesh.expert_place(rank, layer.ep_size), may_rename=may_rename)
-        _refuse_buffers(name, layer.deepspeed_moe.experts, layer.ep_size)
 
 
 def _refuse_buffers(name: str, experts: nn.Module, size: int) -> None:
@@ -73,8 +91,9 @@ def _refuse_buffers(name: str, experts: nn.Module, size: int) -> None:
         )
 
 
-def _sizes_of(model: nn.Module, ties: Collection[str]) -> tuple[int, ...]:
-    layers: list[nn.Module] = [*layers_of(model).values(), *stacks_of(model).values()]
+def _sizes_of(
+    model: nn.Module, layers: Collection[nn.Module], ties: Collection[str]
+) -> tuple[int, ...]:
     known = {id(param) for layer in layers for param in layer.parameters()}
     sizes = set()
     for name, param in model.named_parameters():

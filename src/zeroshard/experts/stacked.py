@@ -21,6 +21,7 @@ from zeroshard.comm.dtensors import JOIN
 from zeroshard.comm.layer_calls import announce
 from zeroshard.core.layout import SlotBlock
 from zeroshard.core.mesh import Mesh
+from zeroshard.core.model_config import text_config
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.experts.dispatch import dispatch_all
 from zeroshard.experts.gate import Routes
@@ -58,8 +59,8 @@ class SharedStack(nn.Module):
         if self._link.group is None:
             raise UsageError(
                 f"the experts of a {self.first_class.__name__} are shared by {self.ep_size} ranks, "
-                "which are "
-                "not connected: their engine was closed, or never finished. Build the model again."
+                "which are not connected: their engine was closed, or never finished. Build the "
+                "model again."
             )
         counts_E = torch.zeros(self.all_experts, dtype=torch.int64, device=hidden_states.device)
         routes = Routes(
@@ -87,11 +88,6 @@ def _shared_class(first: type[nn.Module]) -> type[nn.Module]:
     return type(first.__name__, (SharedStack, first), {"first_class": first})
 
 
-def stacks_of(model: nn.Module) -> dict[str, SharedStack]:
-    """The modules whose experts ranks share, by name."""
-    return {name: each for name, each in model.named_modules() if isinstance(each, SharedStack)}
-
-
 def expert_block(param: Any) -> SlotBlock | None:
     """The part of a whole ``[E, ...]`` tensor that ``param`` is; None: it is no part of one."""
     found: SlotBlock | None = getattr(param, _BLOCK, None)
@@ -117,8 +113,7 @@ def share_stacks(model: nn.Module, mesh: Mesh, rank: int, origin: str) -> None:
         if experts % size:
             raise UsageError(
                 f"{name} has {experts} experts, which {size} ranks ({origin}) cannot share: each has "
-                "equally "
-                f"many. Use a size that divides {experts}."
+                f"equally many. Use a size that divides {experts}."
             )
         _check_memory(name, module, experts)
         own = experts // size
@@ -150,7 +145,7 @@ def _joined(local: Tensor, *, link: TokenLink) -> Tensor:
 def _planned(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of experts that the model's own plan names."""
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     plan: Any = getattr(text, "base_model_ep_plan", None) or {}
     patterns = [
         re.compile(r"(?:.*\.)?" + re.escape(name).replace(r"\*", r"\d+"))
@@ -169,8 +164,7 @@ def _check_same(name: str, module: SharedStack, size: int) -> None:
     if module.ep_size != size:
         raise UsageError(
             f"{name} has the part of experts that one of {module.ep_size} ranks gets, and now {size} "
-            "ranks "
-            "shall share them. Build the model again."
+            "ranks shall share them. Build the model again."
         )
 
 
@@ -179,14 +173,12 @@ def _check_memory(name: str, module: nn.Module, experts: int) -> None:
         if param.is_meta:
             raise UnsupportedError(
                 f"{name}.{leaf} is on the meta device: experts that ranks share need values before "
-                "initialize(). "
-                "Load the model with memory, or use zeroshard.parallel.MoE, whose experts may be there."
+                "initialize(). Load the model with memory, or use zeroshard.parallel.MoE, whose "
+                "experts may be there."
             )
         if not param.dim() or param.shape[0] != experts:
             raise UnsupportedError(
-                f"{name}.{leaf} has the shape {tuple(param.shape)}, and the layer {experts} experts: it "
-                "is "
-                "unknown which part of it belongs to which expert, for instance because the model was "
-                "built "
-                "under zero.Init. Build it without."
+                f"{name}.{leaf} has the shape {tuple(param.shape)}, and the layer {experts} experts: "
+                "it is unknown which part of it belongs to which expert, for instance because the "
+                "model was built under zero.Init. Build it without."
             )

@@ -83,7 +83,10 @@ class EarlyUpdate:
         self.future: Future[None] | None = None
 
     def run(self, grad_C: Tensor, arrival: CopyHandle, threads: int) -> None:
-        """Wait for the gradient, copy the state aside and update. On the worker thread; never raises."""
+        """Wait for the gradient, copy the state aside and update. On the worker thread.
+
+        Never raises: an update that fails is undone, and done again by the step, which raises its error.
+        """
         guess = self.guess
         try:
             arrival.synchronize()

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from zeroshard.core.model_config import text_config
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.forward_trace import NOT_FOLLOWED, ForwardTrace, leaves_of
 from zeroshard.parallel.other_stages import Absent, ForwardLeft, Shell
@@ -290,7 +291,7 @@ def own_loss(model: nn.Module) -> Callable[[Any, Any], Tensor] | None:
     loss, config = getattr(model, "loss_function", None), getattr(model, "config", None)
     if loss is None or config is None:
         return None
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
 
     def of(output: Any, labels: Any) -> Tensor:
         found: Tensor = loss(logits=output.logits, labels=labels, vocab_size=text.vocab_size)

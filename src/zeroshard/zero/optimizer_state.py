@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from zeroshard.errors import UsageError
@@ -41,44 +42,21 @@ class SettledState(FragmentState):
 
     settle: Callable[[], None] = staticmethod(lambda: None)
 
-    def __getitem__(self, key: Any) -> Any:
-        self.settle()
-        return super().__getitem__(key)
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        """See :class:`FragmentState`."""
-        self.settle()
-        return super().get(key, default)
+def _settled(name: str) -> Any:
+    """The method of :class:`FragmentState`, after ``settle()``."""
+    method = getattr(FragmentState, name)
 
-    def values(self) -> Any:
-        """As a dict's."""
+    @wraps(method)
+    def settled(self: SettledState, *args: Any, **kwargs: Any) -> Any:
         self.settle()
-        return super().values()
+        return method(self, *args, **kwargs)
 
-    def items(self) -> Any:
-        """As a dict's."""
-        self.settle()
-        return super().items()
+    return settled
 
-    def pop(self, *args: Any) -> Any:
-        """As a dict's."""
-        self.settle()
-        return super().pop(*args)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.settle()
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self.settle()
-        super().__delitem__(key)
-
-    def clear(self) -> None:
-        """As a dict's."""
-        self.settle()
-        super().clear()
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """As a dict's."""
-        self.settle()
-        super().update(*args, **kwargs)
+for _name in (
+    *("__getitem__", "get", "values", "items", "pop", "popitem", "setdefault", "copy"),
+    *("__setitem__", "__delitem__", "clear", "update"),
+):
+    setattr(SettledState, _name, _settled(_name))
