@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import expert_models as tiny
 from support.covering import each_value
 from support.expert_models import Run, Setting, StarvingGate
@@ -130,6 +132,18 @@ def test_experts_of_ranks_far_apart(stage):
 @on_ranks(4)
 def test_tensor_ranks_hold_whole_experts(stage):
     check(Setting(residual=True), 2, stage, mesh=Mesh(data_shard=2, tensor=2))
+
+
+@on_ranks(4)
+def test_whole_experts_on_tensor_ranks_are_told_where_parts_were_asked_for():
+    setting, mesh, told = Setting(depth=1), Mesh(data_shard=2, tensor=2), []
+    net = tiny.model(setting, 2, mesh=mesh)
+    net.blocks[0].moe.enable_expert_tensor_parallelism = True
+    logger = logging.getLogger("zeroshard")
+    logger.addFilter(lambda record: told.append(record.getMessage()) or True)
+    with opened(setting, 2, 3, mesh=mesh, net=net):
+        logger.filters.clear()
+    assert any("holds whole experts" in text for text in told) is (dist.get_rank() == 0)
 
 
 @pytest.mark.parametrize("stage", STAGES)
