@@ -23,6 +23,7 @@ FLAGS = (
     "--disable-background-networking --disable-component-update"
 )
 ANSWER_S = 60  # the longest time for one call
+STARTS = 10  # of a server that finds its port taken
 LOG = {"browser": "ALL", "performance": "ALL"}
 
 
@@ -40,19 +41,28 @@ class Visit:
 
 @contextlib.contextmanager
 def started(command: list[str], told: str) -> Iterator[int]:
-    """A server as a process of its own, until the end of the block. Gives the port that it tells."""
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if found := re.search(told, line):
-                    yield int(found[1])
-                    return
-            raise RuntimeError(f"{command[0]} ended without telling its port")
-        finally:
-            process.terminate()
+    """A server as a process of its own, until the end of the block. Gives the port that it tells.
+
+    A server whose port is taken is started again: ChromeDriver takes any port that is free on
+    IPv6, and ends if another process holds the port of that number on IPv4.
+    """
+    for _ in range(STARTS):
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+                said = ""
+                for line in process.stdout:
+                    if found := re.search(told, line):
+                        yield int(found[1])
+                        return
+                    said += line
+            finally:
+                process.terminate()
+        if "port not available" not in said:
+            break
+    raise RuntimeError(f"{command[0]} ended without telling its port:\n{said}")
 
 
 @contextlib.contextmanager
