@@ -49,7 +49,12 @@ def test_four_answers_give_a_configuration_that_loads(runs, tmp_path):
     assert config.train_batch_size == 4
     assert config.fp16.enabled
     assert written["zero_optimization"]["stage"] == 0  # it is tiny
-    for words in ("zeroshard.json: stage 0", "of 1.00 GiB", "zeroshard launch --nproc 2 train.py"):
+    for words in (
+        "zeroshard.json: stage 0",
+        "of 1.00 GiB",
+        "zeroshard launch --nproc 2 train.py",
+        "Planned for a batch of input_ids and labels of 2 x 16 tokens, without attention mask (--seq)",
+    ):
         assert words in done.output
     assert f"plan {MODEL} --config zeroshard.json --ranks 2 --memory 1 --seq 16" in done.output
 

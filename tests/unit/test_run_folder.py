@@ -158,6 +158,18 @@ def test_a_run_is_found_in_its_folder_or_in_the_directory_of_runs(tmp_path):
     assert find_run(tmp_path / "run1") == tmp_path / "run1"
 
 
+def test_a_run_that_lives_is_preferred_to_a_newer_one_that_ended(tmp_path):
+    names = [f"20260101-000000-node1-{pid}" for pid in (os.getpid(), 2**31 - 1)]
+    for number, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "steps-0-1-0.jsonl").touch()
+        os.utime(tmp_path / name, (number, number))
+    assert find_run(tmp_path) == tmp_path / names[1]
+    assert find_run(tmp_path, living=True) == tmp_path / names[0]
+    (tmp_path / names[0] / "steps-0-1-0.jsonl").unlink()
+    assert find_run(tmp_path, living=True) == tmp_path / names[1]
+
+
 def test_a_newer_run_of_another_user_is_left_out_and_said(tmp_path, monkeypatch):
     for number in range(4):
         folder = tmp_path / f"run{number}"

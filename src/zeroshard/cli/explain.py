@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.cli.stacks import RunArgument
-from zeroshard.cli.telling import AsJson, errors_told, note
+from zeroshard.cli.runs import RunArgument, recorded_run
+from zeroshard.cli.telling import AsJson, errors_told
 
 if TYPE_CHECKING:
     from zeroshard.watchdog.dead_run import DeadRun
 
 
-def explain_command(run: RunArgument, as_json: AsJson = False) -> None:
+def explain_command(run: RunArgument = None, as_json: AsJson = False) -> None:
     """Say why a run ended: which rank was the cause, and where every rank was."""
-    from zeroshard.run.run_folder import find_run
     from zeroshard.watchdog.dead_run import explain_run, text_of
 
     with errors_told():
-        found = explain_run(find_run(run, note))
+        found = explain_run(recorded_run(run))
     print(json.dumps(_values(found), indent=1) if as_json else text_of(found))
 
 

@@ -15,7 +15,7 @@ import typer
 
 from zeroshard.cli.plan import DOES_NOT_FIT, SAMPLES
 from zeroshard.cli.progress import Verbose, progress
-from zeroshard.cli.telling import errors_told, note
+from zeroshard.cli.telling import errors_told
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ def init_command(
     chosen = _answer(precision, asks, "Precision", Precision.bf16, Precision)
     base = _base(chosen, batch or SAMPLES * answers.gpus)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for module:function
-    note("planning, which takes a minute or more for a large model")
     # The model's own prints are no part of the answer.
     with (
         errors_told(),
@@ -164,6 +163,7 @@ def _base(precision: Precision, batch: int) -> dict[str, Any]:
 def _told(found: Fit, output: Path, run: Answers) -> str:
     """What was chosen, and the next commands."""
     from zeroshard.core.sizes import gib_text
+    from zeroshard.planner.model_source import BATCH
 
     peak = gib_text(found.plan.peak_nbytes)
     limit = gib_text(found.plan.limit_nbytes or 0)
@@ -174,11 +174,16 @@ def _told(found: Fit, output: Path, run: Answers) -> str:
         )
     memory = f"--machine {run.memory}" if run.gib is None else f"--memory {run.memory}"
     length = "" if run.seq is None else f" --seq {run.seq}"
+    batch = [
+        f"Planned for {line} (--seq)." for line in found.plan.assumed if line.startswith(BATCH)
+    ]
     lines = [
         f"{output}: {found.chosen.text}",
         f"Peak memory of a GPU: {peak} of {limit}, as planned. The learning rate is yours to choose.",
-        "Add to the program: model.gradient_checkpointing_enable()",
+        *batch,
         f"Train:   zeroshard launch --nproc {run.gpus} train.py",
         f"Details: zeroshard plan {run.model} --config {output} --ranks {run.gpus} {memory}{length}",
     ]
-    return "\n".join(lines if found.chosen.checkpointing else lines[:2] + lines[3:])
+    if found.chosen.checkpointing:
+        lines.insert(-2, "Add to the program: model.gradient_checkpointing_enable()")
+    return "\n".join(lines)

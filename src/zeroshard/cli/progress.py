@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zeroshard.cli.telling import note
 from zeroshard.core.sizes import size_text
 
 if TYPE_CHECKING:
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
     from zeroshard.planner.audience import Audience
     from zeroshard.planner.plan import Plan
+
+LONG_S = 10.0
+LONG = "planning: a large model takes minutes (--verbose tells of each simulation)"
+"""What is told after so many seconds where there is no terminal."""
 
 Verbose = Annotated[
     bool,
@@ -33,18 +39,30 @@ Verbose = Annotated[
 def progress(*, verbose: bool) -> Iterator[Audience]:
     """Tell of simulations on standard error: one line for each, and on a terminal what runs now.
 
-    Nothing is told if standard error is no terminal and ``verbose`` is not set.
+    If standard error is no terminal and ``verbose`` is not set, one line tells that it takes long.
     """
     if not (verbose or sys.stderr.isatty()):
         from zeroshard.planner.audience import SILENT  # imports torch
 
-        yield SILENT
+        with _told_if_long():
+            yield SILENT
         return
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, emoji=False, markup=False)
     with console.status("zeroshard: reading the model") as status:
         yield _Told(console, status)
+
+
+@contextlib.contextmanager
+def _told_if_long() -> Iterator[None]:
+    timer = threading.Timer(LONG_S, note, [LONG])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class _Told:

@@ -7,17 +7,12 @@ from typing import Annotated
 
 import typer
 
-from zeroshard.cli.telling import errors_told, note
+from zeroshard.cli.runs import RunArgument, recorded_run
+from zeroshard.cli.telling import errors_told
 
 
 def report_command(
-    run: Annotated[
-        Path | None,
-        typer.Argument(
-            help="The folder of a run, or a directory of such folders: the run written last. "
-            "Default: the directory where runs are recorded if trust.dump_dir names none."
-        ),
-    ] = None,
+    run: RunArgument = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="File to write. Default: report.html in that folder."),
@@ -29,13 +24,9 @@ def report_command(
     """
     from zeroshard.errors import UsageError
     from zeroshard.report.page import make_page
-    from zeroshard.run.run_folder import default_root, find_run
 
     with errors_told():
-        try:
-            folder = find_run(default_root() if run is None else run, note)
-        except FileNotFoundError as error:
-            raise UsageError(str(error)) from error
+        folder = recorded_run(run)
         target = output or folder / "report.html"
         page = make_page(folder)
         try:

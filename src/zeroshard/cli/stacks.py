@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zeroshard.cli.telling import AsJson, errors_told, note
+from zeroshard.cli.runs import RunArgument, recorded_run
+from zeroshard.cli.telling import AsJson, errors_told
 
 if TYPE_CHECKING:
     from zeroshard.watchdog.live_view import RankView, RunView
 
-RunArgument = Annotated[
-    Path, typer.Argument(help="The folder of the run, or a directory of runs: the newest.")
-]
-
 
 def stacks_command(
-    run: RunArgument,
+    run: RunArgument = None,
     all_threads: Annotated[
         bool, typer.Option("--all-threads", help="Print the stacks of all threads of each rank.")
     ] = False,
@@ -30,11 +27,10 @@ def stacks_command(
     as_json: AsJson = False,
 ) -> None:
     """Print where every rank of a running program is: step, call, and Python stack."""
-    from zeroshard.run.run_folder import find_run
     from zeroshard.watchdog.live_view import view_run
 
     with errors_told():
-        folder = find_run(run, note)
+        folder = recorded_run(run, living=True)
         seen = view_run(folder, threads=all_threads, limit_s=timeout)
     if as_json:
         print(json.dumps({"run": str(folder), "store": seen.lost or "answered",

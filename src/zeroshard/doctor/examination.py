@@ -26,7 +26,7 @@ from zeroshard.doctor.verdicts import (
 )
 from zeroshard.memory.host_limits import gib
 
-GLOO_LIMIT_S, NCCL_LIMIT_S, ANSWER_LIMIT_S = 30.0, 30.0, 5.0
+GLOO_LIMIT_S, NCCL_LIMIT_S, ANSWER_LIMIT_S = 60.0, 30.0, 5.0
 """Seconds for one probe; that of gloo is for ranks with a core each. torch is imported in that time."""
 RANKS_PER_CORE = 4
 """No more ranks exchange tensors with gloo: with many ranks to a core, each round takes seconds."""

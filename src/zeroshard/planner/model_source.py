@@ -26,6 +26,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 LENGTH = 1024
 """Tokens of a sample if nothing says how many, and the model has positions for so many."""
+BATCH = "a batch of input_ids and labels of"
+"""How the line of the assumptions begins that tells the batch."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def _token_batch(
     length = length or (LENGTH if positions is None else positions.most)
     ids = torch.empty(micro_batch, length, dtype=torch.long, device="meta")
     why = "" if positions is None else f"; the model takes no longer samples: {positions.text}"
-    said = f"a batch of input_ids and labels of {micro_batch} x {length} tokens, without attention mask"
+    said = f"{BATCH} {micro_batch} x {length} tokens, without attention mask"
     return {"input_ids": ids, "labels": ids}, said + why
 
 

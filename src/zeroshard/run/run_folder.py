@@ -114,11 +114,13 @@ def make_run_folder(dump_dir: str | None, environ: Mapping[str, str] | None = No
     return folder
 
 
-def find_run(path: Path, say: Callable[[str], None] = lambda _text: None) -> Path:
+def find_run(
+    path: Path, say: Callable[[str], None] = lambda _text: None, *, living: bool = False
+) -> Path:
     """The folder of a run from what a user names: that folder, or a directory of such folders.
 
-    Of several runs of this user the one that was written last. ``say`` gets a line if another user's run
-    in the directory is newer.
+    Of several runs of this user the one that was written last; with ``living`` the last of those whose
+    processes run, if there is one. ``say`` gets a line if another user's run in the directory is newer.
 
     Raises:
         FileNotFoundError: there is no run; the text says what was looked for.
@@ -128,6 +130,19 @@ def find_run(path: Path, say: Callable[[str], None] = lambda _text: None) -> Pat
     if _is_run(path):
         return path
     runs = [(each, each.stat()) for each in path.iterdir() if _is_run(each)]
+    own = _own(path, runs)
+    alive = [run for run in own if living and _may_live(run[0])]
+    found, about = max(alive or own, key=lambda run: run[1].st_mtime)
+    newer = [run for run in runs if not is_mine(run[1]) and run[1].st_mtime > about.st_mtime]
+    if newer:
+        say(
+            f"{found.name} is your newest run in {path}. {len(newer)} newer ones of other users are left "
+            "out: give a folder to see one of them."
+        )
+    return found
+
+
+def _own(path: Path, runs: list[tuple[Path, os.stat_result]]) -> list[tuple[Path, os.stat_result]]:
     own = [run for run in runs if is_mine(run[1])]
     if runs and not own:
         raise FileNotFoundError(
@@ -138,14 +153,7 @@ def find_run(path: Path, say: Callable[[str], None] = lambda _text: None) -> Pat
             f"{path} holds no run: no file of steps, ranks or hangs in it or in its folders. A run "
             "is recorded in trust.dump_dir from its first step on, unless trust.report is false."
         )
-    found, about = max(own, key=lambda run: run[1].st_mtime)
-    newer = [run for run in runs if not is_mine(run[1]) and run[1].st_mtime > about.st_mtime]
-    if newer:
-        say(
-            f"{found.name} is your newest run in {path}. {len(newer)} newer ones of other users are left "
-            "out: give a folder to see one of them."
-        )
-    return found
+    return own
 
 
 def _is_run(folder: Path) -> bool:

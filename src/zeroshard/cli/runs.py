@@ -1,0 +1,33 @@
+"""The argument of the commands that read what a run has recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeroshard.cli.telling import note
+
+RunArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        help="The folder of a run, or a directory of such folders: the run written last. "
+        "Default: the directory where runs are recorded if trust.dump_dir names none."
+    ),
+]
+
+
+def recorded_run(run: Path | None, *, living: bool = False) -> Path:
+    """The folder of the run that a user names. ``living``: rather one whose processes still run.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from zeroshard.errors import UsageError
+    from zeroshard.run.run_folder import default_root, find_run
+
+    try:
+        return find_run(default_root() if run is None else run, note, living=living)
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from error
