@@ -34,7 +34,6 @@ from plan_check import (
     LARGE,
     SMALL,
     Case,
-    Size,
     _batch,
     build,
     planned,
@@ -90,7 +89,7 @@ def _train_within(case: Case, limit_nbytes: int | None, folder: str) -> int:
     """
     return_all_blocks()
     with _engine(replace(case, size=SMALL), folder) as engine:  # imports, threads, compiled kernels
-        _steps(engine, SMALL)
+        _steps(engine, replace(case, size=SMALL))
         gc.collect()
         return_all_blocks()
         before = data_nbytes()
@@ -100,7 +99,7 @@ def _train_within(case: Case, limit_nbytes: int | None, folder: str) -> int:
         resource.setrlimit(resource.RLIMIT_DATA, (before + limit_nbytes, hard))
     try:
         with _engine(case, folder) as engine:
-            _steps(engine, case.size)
+            _steps(engine, case)
             gc.collect()
             return_all_blocks()
             counted: int = engine.runtime.ledger.totals()[0] + engine._watch.scratch_nbytes
@@ -113,8 +112,9 @@ def _engine(case: Case, folder: str) -> Any:
     return zeroshard.Engine(build(case)(), config=settings(case, folder))
 
 
-def _steps(engine: Any, size: Size) -> None:
-    batch, _ = _batch(replace(size, batch=engine.train_micro_batch_size_per_gpu()))
+def _steps(engine: Any, case: Case) -> None:
+    size = replace(case.size, batch=engine.train_micro_batch_size_per_gpu())
+    batch, _ = _batch(replace(case, size=size))
     for _ in range(2 * engine.gradient_accumulation_steps()):
         loss = engine(**batch).loss
         engine.backward(loss)

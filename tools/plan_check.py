@@ -47,6 +47,7 @@ from zeroshard.planner.allocations import Allocations
 from zeroshard.planner.model_source import cut_evenly, loss_of
 from zeroshard.planner.simulate import observe, simulate
 from zeroshard.planner.simulated import Simulation
+from zeroshard.sequence import register
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/plan-reference.md", ROOT / "benchmarks/results/plan-check.json"
@@ -130,7 +131,8 @@ class Case:
     """One run. ``offload``: where the optimizer is between steps; "nvme": parameters too at stage 3.
 
     ``tensor``: of the ranks, how many a model is cut over. ``pipeline``: pipeline stages, each with as
-    many blocks, and four micro-batches in a step.
+    many blocks, and four micro-batches in a step. ``sequence``: ranks that share the tokens.
+    ``packed``: a row has two samples, one after the other.
     """
 
     family: str
@@ -142,6 +144,8 @@ class Case:
     size: Size = SMALL
     tensor: int = 1
     pipeline: int = 1
+    sequence: int = 1
+    packed: bool = False
 
     @property
     def name(self) -> str:
@@ -150,6 +154,7 @@ class Case:
         words += ["checkpointed"] * self.checkpointed + [self.offload] * (self.offload != "none")
         words += [f"tensor {self.tensor}"] * (self.tensor > 1)
         words += [f"pipeline {self.pipeline}"] * (self.pipeline > 1)
+        words += [f"sequence {self.sequence}"] * (self.sequence > 1) + ["packed"] * self.packed
         return ", ".join(words)
 
 
@@ -251,6 +256,8 @@ def settings(case: Case, folder: str = "/tmp") -> dict[str, Any]:
         cut["tensor_parallel"] = {"autotp_size": case.tensor}
     if case.pipeline > 1:
         cut |= {"parallel": {"pipeline": case.pipeline}, "gradient_accumulation_steps": 4}
+    if case.sequence > 1:
+        cut |= {"parallel": {"sequence": case.sequence}}
     return cut | {
         "train_micro_batch_size_per_gpu": case.size.batch,
         "gradient_clipping": 1.0,
@@ -260,11 +267,18 @@ def settings(case: Case, folder: str = "/tmp") -> dict[str, Any]:
     }
 
 
-def _batch(size: Size, family: str = "") -> tuple[dict[str, torch.Tensor], None]:
-    ids = torch.randint(2, size.words, (size.batch, size.tokens))
-    if family == "whisper":  # two frames of 80 frequencies for each position
-        return {"input_features": torch.randn(size.batch, 80, 2 * size.tokens), "labels": ids}, None
-    return {"input_ids": ids, "labels": ids.clone()}, None
+def _batch(case: Case, rank: int = 0) -> tuple[dict[str, torch.Tensor], None]:
+    size, tokens = case.size, case.size.tokens // case.sequence
+    ids = torch.randint(2, size.words, (size.batch, tokens))
+    if case.family == "whisper":  # two frames of 80 frequencies for each position
+        return {"input_features": torch.randn(size.batch, 80, 2 * tokens), "labels": ids}, None
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if case.packed:
+        batch["position_ids"] = torch.arange(tokens // 2).repeat(size.batch, 2)
+    elif case.sequence > 1:
+        first = rank % case.sequence * tokens
+        batch["position_ids"] = torch.arange(first, first + tokens).repeat(size.batch, 1)
+    return batch, None
 
 
 # ------------------------------------------------------------------ tensors
@@ -401,11 +415,14 @@ class _References:
 def _observe(case: Case, folder: str, path: str, lockstep: bool) -> None:
     shared = lockstep and case.transport == "shm"
     held = in_lockstep(path + ".met") if shared else contextlib.nullcontext()
+    if case.sequence > 1:
+        groups = [range(at, at + case.sequence) for at in range(0, case.ranks, case.sequence)]
+        register("sdpa", dist.new_subgroups_by_enumeration([list(own) for own in groups])[0])
     with held, no_late_references():
         found = observe(
             build(case),
             settings(case, folder),
-            _batch(case.size, case.family),
+            _batch(case, dist.get_rank()),
             loss_fn=loss_of,
             steps=3,
         )
@@ -436,11 +453,10 @@ def swap_folder() -> tempfile.TemporaryDirectory[str]:
 
 def planned(case: Case, rank: int = 0) -> Simulation:
     """The plan of a rank."""
-    data = case.ranks // case.tensor // case.pipeline
-    mesh = Mesh(pipeline=case.pipeline, data_shard=data, tensor=case.tensor)
-    batch = _batch(case.size, case.family)
+    data = case.ranks // case.tensor // case.pipeline // case.sequence
+    mesh = Mesh(case.pipeline, data_shard=data, sequence=case.sequence, tensor=case.tensor)
     return simulate(
-        build(case), settings(case), batch, mesh=mesh, rank=rank, loss_fn=loss_of, steps=3,
+        build(case), settings(case), _batch(case, rank), mesh=mesh, rank=rank, loss_fn=loss_of, steps=3,
         plan="auto" if case.tensor > 1 else None,
     )  # fmt: skip
 
@@ -583,7 +599,7 @@ class Looks(TorchDispatchMode):
 
 def _train(case: Case, folder: str, steps: int, looks: Looks | None) -> None:
     model = build(case)()
-    batch, _ = _batch(case.size)
+    batch, _ = _batch(case)
     engine, *_ = zeroshard.initialize(model=model, config=settings(case, folder))
     for last in reversed(range(steps)):
         return_all_blocks()  # holes that the construction and earlier steps left in the heap

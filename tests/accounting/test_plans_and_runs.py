@@ -95,6 +95,34 @@ def test_a_model_cut_over_tensor_ranks_needs_what_its_plan_says(stage, transport
         assert abs(off) <= plan_check.TOLERANCE, phase
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mask_of_all_pairs_of_tokens_is_planned_for_packed_rows_only(packed):
+    """Transformers makes none for rows of one sample, and without values it cannot see that."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    size = plan_check.Size(tokens=512)
+    case = plan_check.Case("llama", 1, False, "none", "p2p", 2, size=size, packed=packed)
+    real, plan = plan_check.run_and_plan(case)
+    assert plan_check.differences(real, plan) == []
+    masks = [held for held in plan.largest if held.shape == (size.batch, 1, 512, 512)]
+    assert bool(masks) == packed
+    for phase, off in plan_check.offs(real, plan).items():
+        assert abs(off) <= plan_check.TOLERANCE, phase
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(3, 2), pytest.param(1, 4, marks=pytest.mark.full)])
+def test_ranks_that_share_a_sequence_need_what_their_plan_says(stage, ranks):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    case = plan_check.Case("llama", stage, False, "none", "shm", ranks, sequence=2)
+    real, plan = plan_check.run_and_plan(case)
+    assert plan_check.differences(real, plan) == []
+    exchanged = [row for row in plan.traffic if row.op == "all_to_all"]
+    # Query, key and value before attention and its result after it, forth and back, of half the tokens.
+    elements = 8 * case.size.layers * case.size.batch * (case.size.tokens // 2) * case.size.width
+    assert [(row.calls, row.sent_nbytes) for row in exchanged] == [(8, elements // 2 * 4)]
+    for phase, off in plan_check.offs(real, plan).items():
+        assert abs(off) <= plan_check.TOLERANCE, phase
+
+
 def test_stages_of_a_pipeline_need_what_their_plans_say():
     """The table of words is tied over both stages."""
     pytest.importorskip("transformers", reason="transformers is not installed")

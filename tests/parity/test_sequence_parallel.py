@@ -182,6 +182,26 @@ def test_sum_gives_gradients_as_often_as_there_are_sequence_ranks(stage):
     assert found.norms == pytest.approx([2 * expected.norms[0]], rel=1e-12)
 
 
+@on_ranks(4)
+def test_a_model_under_zero_init_equals_one_process():
+    setting, sizes = Setting(kv_heads=2, packed=True), {"data": 2, "sequence": 2}
+    with zeroshard.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}}):
+        net = tiny.model(setting)
+    with opened(setting, sizes, stage=3, net=net) as (engine, group):
+        found = trained(engine, group, setting)
+    assert_equal(found, tiny.in_one_process(setting, sizes["data"]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("shape", "stage"), [((2, 4), 3), ((4, 2), 1), ((2, 4), 0), ((2, 2, 2), 3)]
+)
+@on_ranks(8)
+def test_eight_ranks_equal_one_process(shape, stage):
+    sizes = dict(zip(("data", "sequence", "tensor"), shape, strict=False))
+    check(Setting(kv_heads=2, packed=True), sizes, stage)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_a_checkpoint_goes_from_sequence_ranks_to_data_ranks_and_back(stage, tmp_path):

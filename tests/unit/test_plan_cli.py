@@ -243,7 +243,7 @@ def test_sequence_ranks_have_a_part_of_the_tokens_and_share_the_shards(run):
         done = run("nets_to_plan:words", "--json", *options, parallel={"sequence": sequence})
         return done.output if done.exit_code else json.loads(done.stdout)
 
-    shared, alone = plan(2, "--seq", "32"), plan(1, "--seq", "16")
+    shared, alone = plan(2, "--seq", "32"), plan(1, "--seq", "16")  # its attention is its own
     assert shared["memory"] == alone["memory"]
     assert any("one of 2 sequence ranks" in line for line in shared["assumed"])
     assert "9 tokens, which 2 sequence ranks cannot divide" in plan(2, "--seq", "9")

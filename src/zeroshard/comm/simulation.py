@@ -67,6 +67,12 @@ def lone_rank(rank: int, world_size: int) -> Iterator[None]:
         _forget_meshes()
 
 
+def lone_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group of these ranks, of which only this process exists."""
+    group: dist.ProcessGroup = dist.new_group(list(ranks))
+    return group
+
+
 def _forget_meshes() -> None:
     """Clear what torch's DTensors remember of earlier device meshes.
 

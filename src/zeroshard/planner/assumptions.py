@@ -58,18 +58,17 @@ def stands_for_all(mesh: Mesh) -> str:
     return f"{one} stands for all {mesh.world_size} ranks: shards have equal sizes"
 
 
-def tokens_of_rank(length: int | None, mesh: Mesh) -> int | None:
-    """The tokens that a rank has of a sample of ``length`` tokens; None: not given.
+def check_tokens(length: int | None, mesh: Mesh) -> None:
+    """Check that sequence ranks can divide a sample of ``length`` tokens; None: not given.
 
     Raises:
-        UsageError: sequence ranks cannot divide the sample.
+        UsageError: they cannot.
     """
     if length is not None and length % mesh.sequence:
         raise UsageError(
             f"a sample has {length} tokens, which {mesh.sequence} sequence ranks cannot divide. Give a "
             "multiple of their number."
         )
-    return None if length is None else length // mesh.sequence
 
 
 def mesh_of(config: Config, ranks: int) -> Mesh:
@@ -91,13 +90,13 @@ def mesh_of(config: Config, ranks: int) -> Mesh:
 
 
 def of_sequence_ranks(mesh: Mesh) -> tuple[str, ...]:
-    """What a plan leaves out if ranks share the tokens of a sequence."""
+    """What a plan assumes if ranks share the tokens of a sequence."""
     if mesh.sequence == 1:
         return ()
     return (
-        f"the batch is what one of {mesh.sequence} sequence ranks has of the tokens. Attention is "
-        "planned over these: its activations are as large as those over all tokens of some heads, but "
-        "its operations are more in truth, and the exchange of tokens and heads is not counted",
+        f"the batch is what one of {mesh.sequence} sequence ranks has of the tokens; models of "
+        "Transformers exchange tokens for heads around sdpa and flash attention, in rows of one sample "
+        "each, and other models do what their code does",
     )
 
 

@@ -19,6 +19,7 @@ from zeroshard.core.sizes import gib, gib_text
 from zeroshard.errors import UsageError
 from zeroshard.parallel.schedules import settled_after
 from zeroshard.planner.assumptions import (
+    check_tokens,
     mesh_of,
     not_modelled,
     of_sequence_ranks,
@@ -26,7 +27,6 @@ from zeroshard.planner.assumptions import (
     on_one_host,
     shares_memory,
     stands_for_all,
-    tokens_of_rank,
 )
 from zeroshard.planner.audience import SILENT, Audience
 from zeroshard.planner.explained import FACTORY_HINT, explained
@@ -187,13 +187,14 @@ def _read(
     mesh = mesh_of(loaded.config, ranks)
     engine_cuts = mesh.tensor > 1 and _cuts_by_itself(loaded.config)
     is_sharded = loaded.config.zero_optimization.stage == 3
-    of_rank = tokens_of_rank(length, mesh)
+    check_tokens(length, mesh)
     # A factory may ask for its rank, as PipelineModule does.
     with explained(model, FACTORY_HINT), lone_rank(0, ranks):
         source = model_source(
             model,
             _size_of(loaded.config),
-            of_rank,
+            length,
+            sequence=mesh.sequence,
             sharded=is_sharded and not engine_cuts and mesh.pipeline == 1,
             checkpointing=checkpointing,
             stages=mesh.pipeline,
@@ -347,7 +348,8 @@ def _times(
     assert samples is not None  # computed where it is not given
     assert size is not None
     ids = batch[0].get("input_ids") if isinstance(batch[0], Mapping) else None
-    tokens = 0 if ids is None else samples * (ids.numel() // len(ids))
+    sequence = of_stages[0].mesh.sequence
+    tokens = 0 if ids is None else samples * sequence * (ids.numel() // len(ids))
     count = settings.gradient_accumulation_steps
     if len(of_stages) > 1:
         return stage_times(of_stages, machine, samples=samples, tokens=tokens, micro_batches=count)

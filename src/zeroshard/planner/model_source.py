@@ -56,6 +56,7 @@ def model_source(
     sharded: bool,
     checkpointing: bool = False,
     stages: int = 1,
+    sequence: int = 1,
 ) -> ModelSource:
     """The model called ``name``.
 
@@ -64,7 +65,7 @@ def model_source(
     a model, or a model and a batch; or ``script.py``, whose function is called ``plan_entry``. A script
     is imported, not run. ``sharded``: build it under ``zero.Init``. ``checkpointing``: call its
     ``gradient_checkpointing_enable()``. ``stages``: cut it into so many pipeline stages with equal
-    numbers of blocks, unless it is cut already.
+    numbers of blocks, unless it is cut already. ``sequence``: ranks that share the ``length`` tokens.
 
     Raises:
         UsageError: there is none of that name, it returns something else, or it has no positions for a
@@ -76,7 +77,7 @@ def model_source(
     batch = parts.batch
     own_batch = batch is not None
     if not own_batch:
-        batch, said = _token_batch(name, parts, micro_batch, length)
+        batch, said = _token_batch(name, parts, micro_batch, length, sequence)
         assumed += (said,)
     pair = batch if isinstance(batch, tuple) else (batch, None)
     first = parts.first
@@ -148,9 +149,11 @@ def _of_transformers(name: str) -> _Parts:
 
 
 def _token_batch(
-    name: str, parts: _Parts, micro_batch: int, length: int | None
+    name: str, parts: _Parts, micro_batch: int, length: int | None, sequence: int
 ) -> tuple[dict[str, Tensor], str]:
     """A batch of tokens for a model that has none, and a sentence about it.
+
+    ``sequence`` ranks share a sample; the batch has the tokens of one of them.
 
     Raises:
         UsageError: the model has no positions for a sample of ``length`` tokens.
@@ -158,10 +161,10 @@ def _token_batch(
     positions = most_positions(parts.first, parts.config, length or LENGTH, parts.tables)
     if positions is not None and length is not None:
         raise UsageError(_too_long(name, length, positions))
-    length = length or (LENGTH if positions is None else positions.most)
-    ids = torch.empty(micro_batch, length, dtype=torch.long, device="meta")
+    own = (length or (LENGTH if positions is None else positions.most)) // sequence
+    ids = torch.empty(micro_batch, own, dtype=torch.long, device="meta")
     why = "" if positions is None else f"; the model takes no longer samples: {positions.text}"
-    said = f"{BATCH} {micro_batch} x {length} tokens, without attention mask"
+    said = f"{BATCH} {micro_batch} x {own} tokens, without attention mask"
     return {"input_ids": ids, "labels": ids}, said + why
 
 

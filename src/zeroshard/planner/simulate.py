@@ -41,7 +41,9 @@ from zeroshard.planner.boundaries import stage_inputs
 from zeroshard.planner.checkpoint_phases import checkpoint_phases
 from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.gpu_kernels import Target, kernels_of
+from zeroshard.planner.packed_rows import rows_as_in
 from zeroshard.planner.places import Places
+from zeroshard.planner.sequence_ranks import sequence_attention
 from zeroshard.planner.simulated import Simulation, Traffic, highest
 from zeroshard.planner.step_log import StepLog
 from zeroshard.planner.updated import updated_by
@@ -50,6 +52,7 @@ from zeroshard.precision.policy import policy_from
 _KINDS: Mapping[str, frozenset[str]] = {
     "all ranks": frozenset(DIMS),
     "tensor": frozenset({"tensor"}),
+    "sequence": frozenset({"sequence"}),
     "pipeline": frozenset({"pipeline"}),
     "shards": SHARDS,
     "replicas": frozenset({"data_replicate"}),
@@ -114,8 +117,8 @@ def simulate(
     config = {k: value for k, value in read_source(config)[0].items() if k not in _NOT_SIMULATED}
     log = StepLog()
     watch = Allocations(log.note)
-    device = planned_memory(0 if target == "cpu" else device_nbytes or USUAL_NBYTES)
-    with lone_rank(rank, mesh.world_size), kernels_of(target), device, fake_tensors(), watch:
+    known_nbytes = 0 if target == "cpu" else device_nbytes or USUAL_NBYTES
+    with _pretended(mesh, rank, target, known_nbytes, inputs), watch:
         inputs, labels = tree_map_only(torch.Tensor, _fake_like, (inputs, labels))
         model = build()
         arriving: Mapping[int, Sequence[Boundary]] = {}
@@ -132,6 +135,22 @@ def simulate(
             step = _stepper(engine, model, inputs, labels, loss_fn, watch, log)
             found = _last_step(engine, model, step, steps, watch, log, with_events=with_events)
             return _and_checkpoint(engine, watch, found) if with_checkpoint else found
+
+
+@contextlib.contextmanager
+def _pretended(
+    mesh: Mesh, rank: int, target: Target, device_nbytes: int, inputs: Any
+) -> Iterator[None]:
+    """Ranks, a device and tensors that do not exist. ``inputs``: of the model, with values."""
+    with (
+        lone_rank(rank, mesh.world_size),
+        kernels_of(target),
+        planned_memory(device_nbytes),
+        rows_as_in(inputs),
+        sequence_attention(mesh, rank),
+        fake_tensors(),
+    ):
+        yield
 
 
 def _arriving(
