@@ -351,7 +351,7 @@ class EnginePart:
         inner = rank.local.optimizer.inner
         self.state = TrainingState(
             Counters(global_steps=3), self.module, inner, inner.param_groups, StaticScale(), None,
-            None, accumulation_steps=1, lost_backwards=None,
+            None, accumulation_steps=1,
         )  # fmt: skip
         section, device = CheckpointConfig(), torch.device("cpu")
         self.saver = CheckpointSaver(

@@ -128,8 +128,12 @@ class LoaderPosition(Protocol):
         """The pass has no more batches."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """Plain data that a position of the same kind can load."""
+    def place(self) -> Any:
+        """Where the loader is now. Costs nothing, so it can be asked for in every step."""
+        ...
+
+    def state(self, place: Any) -> dict[str, Any]:
+        """A place as plain data, which a position of the same kind can load."""
         ...
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -151,7 +155,9 @@ class EpochPosition:
         self._batch_size = batch_size
 
     def begin(self) -> PassBegin:
-        return PassBegin(self._sampler.epoch, self._sampler.begin)
+        sampler = self._sampler
+        sampler.consumed = sampler.begin
+        return PassBegin(sampler.epoch, sampler.begin)
 
     def reach(self, begun: PassBegin, batches: int) -> None:
         sampler = self._sampler
@@ -163,11 +169,14 @@ class EpochPosition:
         if self._sampler.epoch == begun.epoch:
             self._sampler.consumed = 0
 
-    def state(self) -> dict[str, Any]:
+    def place(self) -> tuple[int, int]:
+        return self._sampler.epoch, self._sampler.consumed
+
+    def state(self, place: tuple[int, int]) -> dict[str, Any]:
         sampler = self._sampler
         return {
-            "epoch": sampler.epoch,
-            "samples": sampler.consumed,
+            "epoch": place[0],
+            "samples": place[1],
             "dataset_len": sampler.dataset_len,
             "shuffle": sampler.shuffle,
             "seed": sampler.seed,
@@ -223,8 +232,11 @@ class StreamPosition:
     def end(self, begun: PassBegin) -> None:
         self._batches = 0
 
-    def state(self) -> dict[str, Any]:
-        return {"batches": self._batches, **self._cut}
+    def place(self) -> int:
+        return self._batches
+
+    def state(self, place: int) -> dict[str, Any]:
+        return {"batches": place, **self._cut}
 
     def load(self, state: Mapping[str, Any]) -> None:
         batches = _count(state, "batches")
@@ -277,6 +289,7 @@ class SamplerPosition:
 
     def begin(self) -> PassBegin:
         self._begun = PassBegin()
+        self._current = copy.deepcopy(self._sampler.state_dict()) if self._can else None
         return self._begun
 
     def reach(self, begun: PassBegin, batches: int) -> None:
@@ -286,8 +299,11 @@ class SamplerPosition:
     def end(self, begun: PassBegin) -> None:
         self._current = None
 
-    def state(self) -> dict[str, Any]:
-        state = self._current
+    def place(self) -> Any:
+        return self._current
+
+    def state(self, place: Any) -> dict[str, Any]:
+        state = place
         if not self._can:
             self._warn("is not saved: after a resume the sampler starts from the beginning")
         elif state is None:
@@ -378,7 +394,8 @@ class ResumableLoader(DataLoader[Any]):
         self.data_sampler = sampler  # DeepSpeed's name; None for a stream
         self.dp_rank = dp_rank
         self._fused_updates = 0  # index of the current pass, or of the next one
-        self._is_inside = False  # whether a pass has begun and not ended
+        self.is_inside = False  # whether a pass has begun and not ended
+        self._step_began: Any = None  # the place in this pass where the running step began
         self._position: LoaderPosition
         if is_stream:
             self._position = StreamPosition(batch_size, dp_size, num_workers)
@@ -390,9 +407,10 @@ class ResumableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """One pass: the rest of the epoch after a resume, otherwise all of it."""
-        self._fused_updates += self._is_inside
-        self._is_inside = True
+        self._fused_updates += self.is_inside
+        self.is_inside = True
         begun = self._position.begin()
+        self._step_began = self._position.place()
         self.generator.manual_seed(
             _seed(
                 torch.initial_seed(),
@@ -410,17 +428,24 @@ class ResumableLoader(DataLoader[Any]):
             yield batch
         self._position.end(begun)
         self._fused_updates += 1
-        self._is_inside = False
+        self.is_inside = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def end_step(self) -> None:
+        """An optimizer step has ended: the next one begins after the batch that was yielded last."""
+        self._step_began = self._position.place()
+
+    def state_dict(self, *, before_step: bool = False) -> dict[str, Any]:
         """The position after the batch that was yielded last, as plain data.
 
         The same on all ranks, except for an ``IterableDataset`` or a sampler of the program.
+        ``before_step``: that where the running step began, or else this pass.
         """
+        goes_back = before_step and self.is_inside
+        place = self._step_began if goes_back else self._position.place()
         return {
             "kind": self._position.kind,
             "passes": self._fused_updates,
-            **self._position.state(),
+            **self._position.state(place),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -441,7 +466,7 @@ class ResumableLoader(DataLoader[Any]):
             )
         passes = _count(state, "passes")
         self._position.load(state)
-        self._fused_updates, self._is_inside = passes, False
+        self._fused_updates, self.is_inside = passes, False
 
 
 def _read_again(batches: Iterator[Any], count: int) -> None:

@@ -33,6 +33,7 @@ from zeroshard.config.sections import CheckpointConfig
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.tiers import Tier
+from zeroshard.data.data_loader import ResumableLoader
 from zeroshard.device.pinned import host_bytes
 from zeroshard.engine.training_state import IMPLEMENTATION, TrainingState
 from zeroshard.memory.host_limits import gib, host_limits
@@ -109,11 +110,13 @@ class CheckpointSaver:
         section = self._section
         steps = state.counters.global_steps
         name = places.check_tag(f"global_step{steps}" if tag is None else tag)
-        if state.lost_backwards is not None and self._rank_info.is_main_rank:
+        if state.lost_batches and self._rank_info.is_main_rank:
             logger.warning(
-                "saving in the middle of a step: gradients of %d backwards are not saved, and a "
-                "resumed run repeats the step from its beginning. Save after engine.step().",
-                state.lost_backwards,
+                "saving in the middle of a step, with %d of %d micro-batches done: their gradients are "
+                "not saved. %s",
+                state.lost_batches,
+                state.accumulation_steps,
+                _fate_of_batches(state.data_loader),
             )
         task = plan(
             Path(directory),
@@ -222,7 +225,9 @@ class CheckpointSaver:
         # Collective if it has parameters.
         shared, shared_tensors = self._shared(state, client_state)
         mine = {"rng": rng.rng_state(self._device)}
-        if hasattr(state.data_loader, "state_dict"):
+        if isinstance(state.data_loader, ResumableLoader):
+            mine["data"] = state.data_loader.state_dict(before_step=state.lost_batches > 0)
+        elif hasattr(state.data_loader, "state_dict"):
             mine["data"] = state.data_loader.state_dict()
         own, own_tensors = json_state.encode(mine, where="rank")
         mesh = self._mesh
@@ -271,3 +276,15 @@ class CheckpointSaver:
             )
             tensors |= found
         return node, tensors
+
+
+def _fate_of_batches(loader: Any) -> str:
+    """What becomes of the micro-batches of a step that is not saved."""
+    if not isinstance(loader, ResumableLoader):
+        return "After a resume, let the data go on where the step began, or save when it has ended."
+    if loader.is_inside:
+        return "A resumed run reads them again: its data go on where the step began."
+    return (
+        "They were left over at the end of the data, and a resumed run goes on without them. Choose "
+        "gradient_accumulation_steps so that it divides the micro-batches of a pass, and none is left."
+    )

@@ -286,8 +286,15 @@ class Engine(TrainingEngine):
         if self.runtime.optimizer is not None:
             self.runtime.optimizer.wait_for_worker()  # it counts steps in the state that is read here
         accumulation = self.accumulation
+        counted = accumulation.micro_steps  # of a step that has not ended
+        samples = counted * self.train_micro_batch_size_per_gpu() * self.dp_size
         return TrainingState(
-            Counters(self.global_steps, self.micro_steps, self.global_samples, self._skipped.count),
+            Counters(
+                self.global_steps,
+                self.micro_steps - counted,
+                self.global_samples - samples,
+                self._skipped.count,
+            ),
             self.module,
             self.basic_optimizer,
             self._groups,
@@ -295,7 +302,7 @@ class Engine(TrainingEngine):
             self.lr_scheduler,
             self.training_dataloader if resumes_data else None,
             accumulation_steps=accumulation.steps,
-            lost_backwards=accumulation.backwards if accumulation.divided else None,
+            lost_batches=counted + bool(accumulation.backwards),
         )
 
     def _set_counters(self, counters: Counters) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.data.batches import agreed_batches, loader_for
+from zeroshard.data.data_loader import ResumableLoader
 from zeroshard.device.choice import on_host
 from zeroshard.engine import failed_call, out_of_memory, shared_loss
 from zeroshard.engine.arguments import backward_error
@@ -223,6 +224,8 @@ class TrainingEngine(EngineBase):
         self._count_micro_batches()
         self._scaled_by_caller = False
         self._forget_step()
+        if isinstance(self.training_dataloader, ResumableLoader):
+            self.training_dataloader.end_step()
         self._end_step(outcome.skipped)
         if self._preemption is not None:
             self._preemption.after_step(self)

@@ -31,8 +31,7 @@ class TrainingState:
     """State of one engine at one moment. Objects are the engine's own: a load changes them in place.
 
     ``optimizer``, ``scheduler`` and ``data_loader`` may be None. ``accumulation_steps``: micro-batches
-    per step. ``lost_backwards``: backwards of an unfinished step, whose gradients are not saved; None if
-    no step has begun.
+    per step. ``lost_batches``: micro-batches of an unfinished step, whose gradients are not saved.
     """
 
     counters: Counters
@@ -43,4 +42,4 @@ class TrainingState:
     scheduler: Any
     data_loader: Any
     accumulation_steps: int
-    lost_backwards: int | None
+    lost_batches: int = 0
