@@ -126,6 +126,24 @@ def test_a_loop_that_steps_only_at_boundaries_is_warned_once():
     assert lines[0].startswith("engine.step() after 4 backwards counts as one micro-batch of 4. If")
 
 
+@pytest.mark.parametrize(
+    ("count", "texts"), [(3, ["3 backwards"]), (40, ["16 backwards", "40 backwards"])]
+)
+def test_a_loop_without_step_is_warned_of(count, texts):
+    """After a while, and at the end if nothing was trained."""
+    with logged() as lines, open_engine() as engine:
+        (batch,) = data(1, 1)[0]
+        for _ in range(count):
+            engine.backward(loss_of(engine, batch))
+    assert [line.partition(" without engine.step(): ")[0] for line in lines] == texts
+    with logged() as lines, open_engine() as engine:
+        for _ in range(count):
+            engine.backward(loss_of(engine, batch))
+            engine.step()
+        engine.backward(loss_of(engine, batch))
+    assert lines == []
+
+
 @pytest.mark.parametrize("losses", [1, 3])
 def test_several_losses_in_a_micro_batch_are_not_warned_of(losses):
     with logged() as lines, open_engine(gradient_accumulation_steps=4) as engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from os import PathLike, fspath
@@ -21,12 +22,14 @@ from zeroshard.engine.draft import EngineArguments
 from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
 from zeroshard.engine.pipeline import make_runner
 from zeroshard.engine.preemption import Preemption
-from zeroshard.engine.training_engine import TrainingEngine
+from zeroshard.engine.training_engine import UNSTEPPED, TrainingEngine
 from zeroshard.engine.training_state import Counters, TrainingState
 from zeroshard.errors import UnsupportedError, UsageError, in_short
 from zeroshard.metrics.flops import counted
 from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import EngineState
+
+logger = logging.getLogger("zeroshard")
 
 
 class Engine(TrainingEngine):
@@ -427,6 +430,8 @@ class Engine(TrainingEngine):
         """
         if self.life.state is EngineState.CLOSED:
             return
+        if not (self.global_steps or reason) and self.accumulation.backwards and self.is_main_rank:
+            logger.warning(UNSTEPPED, self.accumulation.backwards)
         self.life.close()
         self._sharing.close()
         # The last entry runs first. All of them run, also after an error.

@@ -49,6 +49,10 @@ OLD_VALUES = (
 )
 
 
+ENDLESS = 16
+"""Backwards, for each micro-batch of a step, after which ``step()`` is probably forgotten."""
+
+
 class Accumulation:
     """Counts micro-batches of optimizer steps.
 
@@ -120,6 +124,15 @@ class Accumulation:
         train with one update for ``steps**2`` backwards.
         """
         found = self.declared is None and self.backwards >= self.steps and not self._has_warned
+        self._has_warned = self._has_warned or found
+        return found
+
+    def seems_endless(self) -> bool:
+        """Whether so many backwards came without ``step()`` that it is probably never called.
+
+        True at most once.
+        """
+        found = self.backwards >= ENDLESS * self.steps and not self._has_warned
         self._has_warned = self._has_warned or found
         return found
 

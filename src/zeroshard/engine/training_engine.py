@@ -44,6 +44,12 @@ MISCOUNTED = (
 """A warning, not an error, because several losses in one micro-batch are allowed."""
 
 
+UNSTEPPED = (
+    "%d backwards without engine.step(): their gradients are summed, and nothing is trained. Call "
+    "engine.step() after each engine.backward(loss); it counts gradient_accumulation_steps"
+)
+"""A warning, because a program may sum gradients by itself."""
+
 NO_OPTIMIZER = (
     "engine.step() without an optimizer: pass one to initialize(), or name one in the config under "
     '"optimizer".'
@@ -171,6 +177,8 @@ class TrainingEngine(EngineBase):
                     "its repeated batch would change the gradients. Use engine.backward(loss)."
                 )
         self.accumulation.note_backward(divided=bool(running))
+        if self.accumulation.seems_endless() and self.is_main_rank:
+            logger.warning(UNSTEPPED, self.accumulation.backwards)
         return True
 
     # ------------------------------------------------------------------ the step
