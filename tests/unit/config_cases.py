@@ -77,19 +77,23 @@ CASES: tuple[Case, ...] = (
         "train_not_divisible_by_gas",
         {"train_batch_size": 8, "gradient_accumulation_steps": 3},
         1,
-        "train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1",
+        "train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1: make it "
+        "6 or 9",
     ),
     case(
         "train_not_divisible_by_micro",
         {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3},
         2,
-        ("train_batch_size 8 is not divisible by train_micro_batch_size_per_gpu 3 x world size 2"),
+        (
+            "train_batch_size 8 is not divisible by train_micro_batch_size_per_gpu 3 x world size 2: "
+            "make it 6 or 12"
+        ),
     ),
     case(
         "train_not_divisible_by_world",
         {"train_batch_size": 8},
         3,
-        "train_batch_size 8 is not divisible by world size 3",
+        "train_batch_size 8 is not divisible by world size 3: make it 6 or 9",
     ),
     case(
         "three_sizes_that_do_not_agree",
@@ -968,7 +972,8 @@ CASES: tuple[Case, ...] = (
             'scheduler.params.cycle_min_lr: "auto" is not possible: the number cannot be '
             "computed; write it"
         ),
-        "train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1",
+        "train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1: make it "
+        "6 or 9",
         'zero_optimization.stge: no such key. Did you mean "stage"?',
     ),
 )

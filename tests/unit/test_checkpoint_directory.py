@@ -125,7 +125,7 @@ def test_a_latest_that_is_no_file_is_not_waited_for(tmp_path, make):
 
 def test_what_is_not_there_is_said_with_what_is(tmp_path):
     with pytest.raises(
-        CheckpointError, match=r"nowhere does not exist\. It contains no checkpoint"
+        CheckpointError, match=r"nowhere does not exist\. Check the path\. .* missing_ok=True"
     ):
         places.latest(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"has no file 'latest'\. It contains no checkpoint"):

@@ -123,6 +123,12 @@ def test_ls_of_a_directory_without_any(tmp_path, run):
     assert "There is no checkpoint in" in run("ls", tmp_path).output
 
 
+def test_ls_of_a_checkpoint_is_its_row(make, run):
+    folder = make(10)
+    (row,) = json.loads(run("ls", folder, "--json").output)
+    assert (row["tag"], row["step"], row["state"]) == ("global_step10", 10, "complete")
+
+
 # ---------------------------------------------------------------------- show
 
 

@@ -71,7 +71,7 @@ def test_a_missing_file_is_named_with_its_neighbour(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(PLAIN)
     missing = tmp_path / "ds_confg.json"
     assert error_of(str(missing)) == (
-        f"config file not found: {missing}, searched in {tmp_path}. "
+        f"config file not found: {str(missing)!r}, searched in {tmp_path}. "
         f"Did you mean {tmp_path / 'ds_config.json'}?"
     )
 
@@ -79,7 +79,7 @@ def test_a_missing_file_is_named_with_its_neighbour(tmp_path: Path) -> None:
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     missing = tmp_path / "nowhere" / "ds.json"
     assert error_of(missing) == (
-        f"config file not found: {missing} (there is no directory {missing.parent})"
+        f"config file not found: {str(missing)!r} (there is no directory {missing.parent})"
     )
 
 

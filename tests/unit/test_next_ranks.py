@@ -110,7 +110,12 @@ def test_a_step_keeps_its_samples(sizes, before, now, kept):
         ),
         ((8, 4, 1), 3, 2, "for these train_batch_size 8 is not .* 4 x .* 1 x 3 = 12"),
         ((8, 4, None), 3, 2, "for these train_batch_size 8 is not"),
-        ((8, None, None), 3, 2, "8 is not divisible by world size 3; the run began with 3"),
+        (
+            (8, None, None),
+            3,
+            2,
+            "8 is not divisible by world size 3: make it 6 or 9; the run began with 3",
+        ),
     ],
 )
 def test_a_batch_that_cannot_be_kept_is_refused_with_the_numbers(sizes, before, now, text):

@@ -166,6 +166,9 @@ def test_a_run_that_lives_is_preferred_to_a_newer_one_that_ended(tmp_path):
         os.utime(tmp_path / name, (number, number))
     assert find_run(tmp_path) == tmp_path / names[1]
     assert find_run(tmp_path, living=True) == tmp_path / names[0]
+    os.utime(tmp_path / names[0], (5, 5))
+    assert find_run(tmp_path) == tmp_path / names[0]
+    assert find_run(tmp_path, living=False) == tmp_path / names[1]
     (tmp_path / names[0] / "steps-0-1-0.jsonl").unlink()
     assert find_run(tmp_path, living=True) == tmp_path / names[1]
 

@@ -94,7 +94,10 @@ def _hint(directory: str | Path) -> str:
     there = tags(directory)
     if there:
         return f"It contains {', '.join(there[-5:])}: pass one of them as tag=."
-    return "It contains no checkpoint: check the path, and whether a save was completed."
+    anew = "To begin without one, give load_checkpoint missing_ok=True."
+    if not Path(directory).is_dir():
+        return f"Check the path. {anew}"
+    return f"It contains no checkpoint: check the path, and whether a save was completed. {anew}"
 
 
 def tags(directory: str | Path) -> list[str]:

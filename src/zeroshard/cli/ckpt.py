@@ -247,10 +247,13 @@ class Row:
 def rows(directory: Path) -> list[Row]:
     """The directories in ``directory`` that look like checkpoints, by step.
 
-    If there is none, those one level below, where a Trainer saves (``checkpoint-20/global_step20``).
+    If there is none: the checkpoint that ``directory`` is, or else those one level below, where a Trainer
+    saves (``checkpoint-20/global_step20``).
     """
     _check_directory(directory)
     found = _rows_in(directory)
+    if not found and (own := _row(directory.resolve(), "")) is not None:
+        found = [own]
     if found:
         return found
     return [

@@ -17,7 +17,7 @@ def explain_command(run: RunArgument = None, as_json: AsJson = False) -> None:
     from zeroshard.watchdog.dead_run import explain_run, text_of
 
     with errors_told():
-        found = explain_run(recorded_run(run))
+        found = explain_run(recorded_run(run, living=False))
     print(json.dumps(_values(found), indent=1) if as_json else text_of(found))
 
 

@@ -87,7 +87,7 @@ def config_command(
     try:
         loaded = load_config(Path(source), world_size=world_size, hardware=hardware)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(f"zeroshard: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     print(loaded.table())
     for notice in loaded.notices:

@@ -18,8 +18,10 @@ RunArgument = Annotated[
 ]
 
 
-def recorded_run(run: Path | None, *, living: bool = False) -> Path:
-    """The folder of the run that a user names. ``living``: rather one whose processes still run.
+def recorded_run(run: Path | None, *, living: bool | None = None) -> Path:
+    """The folder of the run that a user names.
+
+    ``living``: rather one whose processes still run, or one whose processes have ended.
 
     Raises:
         UsageError: there is none.

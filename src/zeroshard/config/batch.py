@@ -25,7 +25,7 @@ def solve_batch(
     >>> solve_batch(8, None, None, dp_size=2)
     (8, 4, 1)
     >>> solve_batch(8, None, 3, dp_size=1)
-    'train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1'
+    'train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1: make it 6 or 9'
     """
     if train is None:
         if micro is None and require:
@@ -43,16 +43,21 @@ def solve_batch(
         )
     if micro is not None:
         if train % (micro * dp_size):
-            return (
-                f"train_batch_size {train} is not divisible by train_micro_batch_size_per_gpu "
-                f"{micro} x {word} {dp_size}"
-            )
+            by = f"train_micro_batch_size_per_gpu {micro} x {word} {dp_size}"
+            return _indivisible(train, by, micro * dp_size)
         return train, micro, train // (micro * dp_size)
-    if train % ((gas or 1) * dp_size):
-        steps = "" if gas is None else f"gradient_accumulation_steps {gas} x "
-        return f"train_batch_size {train} is not divisible by {steps}{word} {dp_size}"
+    steps = "" if gas is None else f"gradient_accumulation_steps {gas} x "
     gas = gas or 1
+    if train % (gas * dp_size):
+        return _indivisible(train, f"{steps}{word} {dp_size}", gas * dp_size)
     return train, train // (gas * dp_size), gas
+
+
+def _indivisible(train: int, by: str, divisor: int) -> str:
+    """That ``train`` is not divisible ``by`` factors whose product is ``divisor``, and what would be."""
+    below = train // divisor * divisor
+    near = " or ".join(str(size) for size in (below, below + divisor) if size)
+    return f"train_batch_size {train} is not divisible by {by}: make it {near}"
 
 
 def _no_size(autos: Collection[str]) -> str:

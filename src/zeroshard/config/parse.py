@@ -154,10 +154,12 @@ def _missing_file(path: Path) -> str:
         return f"{path} is a directory; give the path of a JSON file in it"
     folder = path.parent
     if not folder.is_dir():
-        return f"config file not found: {path} (there is no directory {folder})"
+        return f"config file not found: {str(path)!r} (there is no directory {folder})"
     close = get_close_matches(path.name, sorted(p.name for p in folder.iterdir()), n=1, cutoff=0.7)
     hint = f". Did you mean {folder / close[0]}?" if close else ""
-    return f"config file not found: {path}, searched in {folder.resolve()}{hint}"
+    if not close and not path.suffix:
+        hint = ". A configuration is a path, a dict, or a string of JSON, also in base64"
+    return f"config file not found: {str(path)!r}, searched in {folder.resolve()}{hint}"
 
 
 def _decode(source: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Sizes in bytes as text."""
+"""Sizes and numbers as text."""
 
 from __future__ import annotations
 
@@ -48,3 +48,12 @@ def mib(nbytes: int) -> str:
     '1,536.0'
     """
     return f"{nbytes / MIB:,.1f}"
+
+
+def number_of(count: int, word: str) -> str:
+    """How many there are of something.
+
+    >>> number_of(1, "unit"), number_of(8030, "parameter")
+    ('1 unit', '8,030 parameters')
+    """
+    return f"{count:,} {word}{'' if count == 1 else 's'}"

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.comm.env import local_device
 from zeroshard.comm.mesh_objects import mesh_sources
+from zeroshard.core.sizes import number_of
 from zeroshard.data.data_loader import check_dataset
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.restarts import resume as load_newest
@@ -157,9 +158,9 @@ def announce(engine: Engine) -> None:
     runtime, loaded = engine.runtime, engine.loaded
     numel = sum(unit.layout.params_numel for unit in runtime.units)
     logger.info(
-        "ZeRO stage %d on %d rank(s): %.2f M parameters in %d units, transport %s, device %s",
-        runtime.stage.number, engine.world_size, numel / 1e6, len(runtime.units),
-        engine.transport, engine.device,
+        "ZeRO stage %d on %s: %s in %s, transport %s, device %s",
+        runtime.stage.number, number_of(engine.world_size, "rank"), number_of(numel, "parameter"),
+        number_of(len(runtime.units), "unit"), engine.transport, engine.device,
     )  # fmt: skip
     if not _told:
         _told.add("")

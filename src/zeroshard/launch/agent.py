@@ -101,7 +101,9 @@ def run_node(run: NodeRun, console: TextIO) -> ExitReport:
     ):
         report = _run_node(run, direct, Path(scratch), guardian)
     env = {**os.environ, **run.env}
-    keep_exit(report, attempt(env), env)
+    kept = keep_exit(report, attempt(env), env)
+    if kept is not None and not report.consequence:
+        print(f"zeroshard: where each rank was: zeroshard explain {kept}", file=console, flush=True)
     return report
 
 

@@ -14,7 +14,7 @@ from zeroshard.device.choice import read
 from zeroshard.device.ops import HostFlag
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepReport:
     """Numbers of one optimizer step. Tensors stay on the device until a property is read.
 
@@ -29,6 +29,11 @@ class StepReport:
     _skipped: HostFlag | Tensor | bool  # a flag while the host does not know it
     _loss: Tensor | None = None  # fp64 [2]: sums over ranks of weighted losses, and of weights
     _next_scale: Tensor | None = None  # 0-dim loss scale after this step; None: as before
+
+    def __repr__(self) -> str:
+        """The numbers. Waits for the device, as its properties do."""
+        names = ("step", "lr", "loss", "grad_norm", "loss_scale", "skipped")
+        return f"StepReport({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @property
     def lr(self) -> float:

@@ -49,8 +49,11 @@ def point_to(folder: Path, environ: Mapping[str, str]) -> None:
             write_for_this_user(path, str(folder.resolve()))
 
 
-def keep_exit(report: ExitReport, attempt: int, environ: Mapping[str, str]) -> None:
-    """Write ``exit-HOST-ATTEMPT.json`` if a rank failed. ``environ``: that of the ranks."""
+def keep_exit(report: ExitReport, attempt: int, environ: Mapping[str, str]) -> Path | None:
+    """Write ``exit-HOST-ATTEMPT.json`` if a rank failed. ``environ``: that of the ranks.
+
+    Returns the folder of the run if ranks have left records there.
+    """
     path = pointer(environ)
     folder: Path | None = None
     with contextlib.suppress(OSError):
@@ -58,7 +61,7 @@ def keep_exit(report: ExitReport, attempt: int, environ: Mapping[str, str]) -> N
             folder = Path(path.read_text())
             path.unlink()
     if not report.exitcode or report.interrupted:
-        return
+        return None
     host = socket.gethostname()
     with contextlib.suppress(OSError):
         folder = folder or make_run_folder(environ.get(_DUMP_DIR) or None, environ)
@@ -68,6 +71,8 @@ def keep_exit(report: ExitReport, attempt: int, environ: Mapping[str, str]) -> N
         )  # fmt: skip
         path = folder / f"exit-{host}-{attempt}.json"
         write_for_this_user(path, json.dumps(asdict(kept), indent=1))
+        return folder if any(folder.glob("ranks*.json")) else None
+    return None
 
 
 def read_exits(folder: Path, damaged: list[str]) -> list[KeptExit]:

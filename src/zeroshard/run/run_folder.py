@@ -115,12 +115,12 @@ def make_run_folder(dump_dir: str | None, environ: Mapping[str, str] | None = No
 
 
 def find_run(
-    path: Path, say: Callable[[str], None] = lambda _text: None, *, living: bool = False
+    path: Path, say: Callable[[str], None] = lambda _text: None, *, living: bool | None = None
 ) -> Path:
     """The folder of a run from what a user names: that folder, or a directory of such folders.
 
-    Of several runs of this user the one that was written last; with ``living`` the last of those whose
-    processes run, if there is one. ``say`` gets a line if another user's run in the directory is newer.
+    Of several runs of this user the one that was written last; ``living``: of those whose processes run,
+    or do not run, if there is one. ``say`` gets a line if another user's run in the directory is newer.
 
     Raises:
         FileNotFoundError: there is no run; the text says what was looked for.
@@ -131,8 +131,8 @@ def find_run(
         return path
     runs = [(each, each.stat()) for each in path.iterdir() if _is_run(each)]
     own = _own(path, runs)
-    alive = [run for run in own if living and _may_live(run[0])]
-    found, about = max(alive or own, key=lambda run: run[1].st_mtime)
+    asked = own if living is None else [run for run in own if _may_live(run[0]) is living]
+    found, about = max(asked or own, key=lambda run: run[1].st_mtime)
     newer = [run for run in runs if not is_mine(run[1]) and run[1].st_mtime > about.st_mtime]
     if newer:
         say(
