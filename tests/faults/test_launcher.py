@@ -20,6 +20,7 @@ from support.covering import sampled
 from warm_python import WarmPython, run
 
 from zeroshard.run.address import unused_port
+from zeroshard.watchdog.dead_run import explain_run
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -314,6 +315,9 @@ def test_a_survivor_shows_its_program_and_the_diagnosis_and_no_frame_of_a_librar
     )
     done = launch("--nproc", "2", "--enable_each_rank_log", "logs", body=body)
     assert done.said[0] == "rank 1 raised ValueError: boom (exit code 1)."
+    words = "where each rank was: zeroshard explain "
+    assert done.said[-1].startswith(words)
+    assert explain_run(Path(done.said[-1].removeprefix(words))).cause == (1,)
     text = (folder / "logs/rank0.log").read_text()
     assert text.count("Traceback") == 1
     assert 'script.py", line 9' in text
