@@ -208,6 +208,16 @@ def test_ranks_that_share_a_node_send_through_an_adapter_each():
     assert fast.collective_s("all_gather", 80, eight) == 5 + 70 / 10  # links inside are slower
 
 
+def test_an_all_to_all_between_nodes_is_no_ring():
+    """Each rank sends its parts for ranks of other nodes through its own adapter."""
+    price = prices(between_nodes=LINK | {"all_gather": [[1, 2.0]], "alpha_s": 5.0})
+    assert price.collective_s("all_to_all", 100, (0, 1, 2, 3)) == 1 + 75 / 10
+    assert price.collective_s("all_to_all", 80, tuple(range(8))) == pytest.approx(5 + 40 / 2)
+    assert price.collective_s("all_to_all", 100, (0, 4)) == 5 + 50 / 2
+    fast = prices(between_nodes=LINK | {"all_gather": [[1, 1e9]], "alpha_s": 5.0})
+    assert fast.collective_s("all_to_all", 80, tuple(range(8))) == pytest.approx(5 + 30 / 10)
+
+
 def updated(tier="device", **more):
     return Updated(**{"nbytes": 300, "tier": tier, "gradient_nbytes": 40, "param_nbytes": 20,
                       "state_nbytes": 120} | more)  # fmt: skip

@@ -89,7 +89,8 @@ class Prices:
         """Of a collective over ``nbytes`` in all; 0 on one rank.
 
         Between nodes, each rank has a network adapter. The ranks of a group that share a node share its
-        traffic: k of them have k rings, each of which leaves the node through another adapter.
+        traffic: k of them have k rings, each of which leaves the node through another adapter. In an
+        all-to-all each rank sends its own parts through its own adapter, and ``nbytes`` are its own.
         """
         if len(ranks) == 1:
             return 0.0
@@ -101,9 +102,17 @@ class Prices:
         def seconds(link: str, adapters: int = 1) -> float:
             return sent / rate_at(self.values.points(f"{link}.{curve}"), nbytes) / adapters
 
+        def apart(link: str, others: int) -> float:
+            """To send parts to ``others``."""
+            return seconds(link) * others / (len(ranks) - 1)
+
         if len(beside) == 1:
             return self.values.number("inside_node.alpha_s") + seconds("inside_node")
         adapters = min(beside.values())
+        if op == "all_to_all":
+            inside, outside = adapters - 1, len(ranks) - adapters
+            slowest = max(apart("inside_node", inside), apart("between_nodes", outside))
+            return self.values.number("between_nodes.alpha_s") + slowest
         slowest = seconds("between_nodes", adapters)
         if adapters > 1:
             slowest = max(slowest, seconds("inside_node"))
