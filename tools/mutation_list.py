@@ -182,6 +182,20 @@ MUTATIONS = [
         "tests/streams/test_whole_blocks.py::test_without_memory_for_all_of_a_block_none_of_it_is_gathered",
     ),
     Mutation(
+        "transposed-data-is-in-its-place",  # square matrices only
+        "zero/full_params.py",
+        "            and [*map(_strides_of, self.params)] == self._strides\n",
+        "",
+        "tests/unit/test_full_params.py::test_parameters_with_other_memory_are_found",
+    ),
+    Mutation(
+        "result-of-a-reduction-stays-scratch",  # in a launch of several units only
+        "zero/grad_ledger.py",
+        "    ledger.hold_all(CATEGORIES[SCRATCH], freed)\n",
+        "",
+        "tests/streams/test_whole_blocks.py::test_what_a_launch_holds_is_known_without_a_look",
+    ),
+    Mutation(
         "resident-units-cannot-be-offloaded",  # stages 0 to 2 only
         "zero/unit.py",
         "        (UnitState.FULL, UnitState.OFFLOADED),\n",
