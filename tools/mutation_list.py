@@ -176,9 +176,9 @@ MUTATIONS = [
     ),
     Mutation(
         "block-is-half-gathered",  # after an error the units that had memory keep it
-        "zero/unit_group.py",
-        "                unit.cancel_gather()\n",
-        "                pass\n",
+        "zero/unit.py",
+        "            unit.cancel_gather()\n",
+        "            pass\n",
         "tests/streams/test_whole_blocks.py::test_without_memory_for_all_of_a_block_none_of_it_is_gathered",
     ),
     Mutation(

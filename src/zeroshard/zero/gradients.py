@@ -33,6 +33,7 @@ so that clipping does not read it back (ADR 0008).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,6 +61,9 @@ GROUP_NUMEL = 2**18
 A copy of a larger gradient takes longer than the host needs to start it. The ledger counts the gradients
 of a group once, while they are copied: then they and the slots are in memory.
 """
+
+
+_first: Callable[[tuple[int, Tensor]], int] = itemgetter(0)
 
 
 def accumulate(into: Tensor, values: Tensor) -> None:
@@ -386,11 +390,15 @@ class GradBuffer:
         self._waiting_numel = 0
         if self.grads_N is None:
             self._allocate(self._local_dtype)
-        views = [self.views[index] for index in slots]
         if torch.is_grad_enabled():  # with create_graph=True gradients have a graph
             grads = [grad.detach() for grad in grads]
         self.ledger.count_peak("scratch", numel * grads[0].element_size())
-        torch._foreach_copy_(views, grads)
+        if self.unit.layout.is_dense and len(grads) == self._num_params:
+            assert self.grads_N is not None
+            in_order = [grad for _, grad in sorted(zip(slots, grads, strict=True), key=_first)]
+            if storage.join_into(self.grads_N, in_order):  # else each slot needs a view
+                return
+        torch._foreach_copy_([self.views[index] for index in slots], grads)
 
     def _promote(self) -> None:
         """Convert ``grads_N`` to the accumulation dtype, if a sum was not expected when it was made."""

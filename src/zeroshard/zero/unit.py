@@ -279,17 +279,23 @@ class Unit:
 
         Raises as :meth:`unshard` does.
         """
-        if self.state is not UnitState.SHARDED:
-            if not self.is_sharded:
-                self.check_not_offloaded()
-                return False
-            self._end_update()
+        if not self.prepare_gather():
+            return False
         self._allocate()  # if this or the next line raises, the unit stays SHARDED
         try:
             self.store.open_gather()
         except BaseException:
             self.cancel_gather()
             raise
+        return True
+
+    def prepare_gather(self) -> bool:
+        """Wait for an update that runs. False: the unit is not sharded. Raises as :meth:`unshard`."""
+        if self.state is not UnitState.SHARDED:
+            if not self.is_sharded:
+                self.check_not_offloaded()
+                return False
+            self._end_update()
         return True
 
     def cancel_gather(self) -> None:
@@ -319,7 +325,7 @@ class Unit:
             )
         handle, self.handle = self.handle, None
         handle.wait()
-        end_gathers([self], self.full_params)
+        self._full_versions = end_gathers([self], self.full_params)
         self.store.close_gather(self.own_part_S)
 
     def reshard(self) -> None:
@@ -675,14 +681,24 @@ def begin_gathers(units: Sequence[Unit]) -> None:
     units[0].ledger.hold_all("gathered", [(unit.name, unit.full_nbytes) for unit in units])
 
 
-def end_gathers(units: Sequence[Unit], params: FullParams) -> None:
-    """Make units full whose all-gathers have ended. Their stores are told by the caller."""
+def open_gathers(units: Sequence[Unit]) -> None:
+    """:meth:`Unit.open_gather` of sharded units whose stores are in memory. On an error, of none."""
+    try:
+        for unit in units:
+            unit._allocate()
+    except BaseException:
+        for unit in units:
+            unit.cancel_gather()
+        raise
+
+
+def end_gathers(units: Sequence[Unit], params: FullParams) -> tuple[int, ...]:
+    """Make units full whose all-gathers have ended. Their stores are told by the caller.
+
+    Returns the versions of the parameters.
+    """
     _transition(units, UnitState.FULL)
-    versions = params.show()
-    end = 0
-    for unit in units:
-        begin, end = end, end + len(unit.full_params.versioned)
-        unit._full_versions = versions[begin:end]
+    return params.show()
 
 
 def free(units: Sequence[Unit], params: FullParams) -> None:

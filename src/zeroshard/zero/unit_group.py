@@ -16,13 +16,13 @@ from zeroshard.comm.collectives import ProcessGroupComm, joining
 from zeroshard.core.tiers import Tier
 from zeroshard.offload.shard_store import MemoryShardStore
 from zeroshard.zero.full_params import FullParams
-from zeroshard.zero.unit import Unit, UnitState, begin_gathers, end_gathers, free
+from zeroshard.zero.unit import Unit, UnitState, begin_gathers, end_gathers, free, open_gathers
 
 
 class UnitGroup:
     """Units that share a communicator, whose shards are in the memory of the device.
 
-    Their stores have nothing to do when an all-gather begins or ends.
+    Their stores have nothing to do when an all-gather begins or ends, and do not ask for edits.
     """
 
     def __init__(self, units: Sequence[Unit], comm: ProcessGroupComm) -> None:
@@ -39,24 +39,17 @@ class UnitGroup:
         sharded = [unit for unit in self.units if not unit.is_allocated]
         if not sharded:
             return
-        opened: list[Unit] = []
-        try:
-            for unit in sharded:
-                if unit.open_gather():
-                    opened.append(unit)
-        except BaseException:
-            for unit in opened:
-                unit.cancel_gather()
-            raise
-        if not opened:
-            return
-        begin_gathers(opened)
+        for unit in sharded:
+            if unit.state is not UnitState.SHARDED:
+                unit.prepare_gather()
+        open_gathers(sharded)
+        begin_gathers(sharded)
         handle = self._comm.joint_all_gather(
-            [unit.full_N for unit in opened],
-            [unit.store.shard_S for unit in opened],
+            [unit.full_N for unit in sharded],
+            [unit.store.shard_S for unit in sharded],
             name=self.name,
         )
-        for unit in opened:
+        for unit in sharded:
             unit.handle = handle
 
     def wait_for_unshard(self) -> None:
