@@ -13,7 +13,7 @@ from torch import nn
 from zeroshard_testing import on_ranks
 
 from zeroshard.comm.collectives import JointHandle
-from zeroshard.zero import GatheredParameters, grad_ledger, reduce, unit
+from zeroshard.zero import GatheredParameters, grad_ledger, reduce
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.unit import UnitState
 
@@ -79,14 +79,8 @@ def without_memory() -> tuple[set[UnitState], list[bool], str]:
         run, trained = opened(watch)
         run.step(trained)
         (group,) = trained._hooks.prefetcher.wrapped_modules[1].groups
-        last, usual = group.units[-1], unit.resize
-
-        def failing(flat, nbytes):
-            if nbytes and flat is last.full_N:
-                raise torch.OutOfMemoryError("no memory")
-            usual(flat, nbytes)
-
-        with mock.patch.object(unit, "resize", failing):
+        failing = mock.Mock(resize=mock.Mock(side_effect=torch.OutOfMemoryError("no memory")))
+        with mock.patch.object(group.units[-1], "_memory", failing):
             with pytest.raises(torch.OutOfMemoryError):
                 trained(run.batch())
         after = {each.state for each in group.units}, [each.is_allocated for each in group.units]

@@ -26,12 +26,12 @@ from zeroshard.comm.collectives import (
     Handle,
     JointHandle,
     ProcessGroupComm,
-    sum_temporary,
 )
 from zeroshard.comm.host import Process
 from zeroshard.comm.scratch import KeepsScratch, Scratch
 from zeroshard.comm.shared_memory import CONTROL_NBYTES, INLINE_NBYTES, RING, Windows
 from zeroshard.comm.shm import AHEAD, piece_numel
+from zeroshard.comm.sums import sum_temporary
 from zeroshard.errors import UsageError
 
 

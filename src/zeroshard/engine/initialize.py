@@ -161,6 +161,8 @@ def announce(engine: Engine) -> None:
         runtime.stage.number, engine.world_size, numel / 1e6, len(runtime.units),
         engine.transport, engine.device,
     )  # fmt: skip
+    if engine._watch.memory_line:
+        logger.info("%s", engine._watch.memory_line)
     if not _told:
         _told.add("")
         logger.info('"log_level": "debug" prints every value with its origin, and the dtypes')

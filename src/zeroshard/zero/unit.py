@@ -57,6 +57,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroshard.comm.dtensors import KINDS, distributed, local_of
+from zeroshard.comm.registered import memory_of
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DistributedError, UnitStateError, UsageError
@@ -175,11 +176,11 @@ class Unit:
         self._update_failed = False  # the asynchronous update failed, and its error was raised
         self._versions: _unsafe_preserve_version_counter | None = None
         self._weak_self = weakref.ref(self)
-        self._make_storage(device)
-        part = self.full_N
-        if not resident:
-            room = room or (lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device))
-            part = room(layout.shard_numel, row.param)
+        self._memory = memory_of(comm)  # for what collectives read and write
+        room = room or (lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device))
+        with self._memory.use():
+            self._make_storage(device)
+            part = self.full_N if resident else room(layout.shard_numel, row.param)
         low, high = layout.shard_range(comm.rank)
         scatterer = ParamScatterer(
             layout, part, 0 if resident else low, comm=comm, name=name, device=device
@@ -363,7 +364,7 @@ class Unit:
     def _allocate(self) -> None:
         """Give ``full_N`` memory, with undefined contents. See ``memory/storage.py``."""
         if self._has_storage:
-            resize(self.full_N, self.full_nbytes)
+            self._memory.resize(self.full_N, self.full_nbytes)
         else:
             self._take_storage()
         if not self.is_allocated:
