@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zeroshard.device.accelerator import AcceleratorOps
-from zeroshard.device.ops import Event
+from zeroshard.device.ops import DevicePool, Event
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class CudaOps(AcceleratorOps):
         """See :class:`DeviceOps`."""
         return torch.cuda.is_current_stream_capturing()
 
-    def memory_pool(self, allocator: object) -> CudaPool | None:
+    def memory_pool(self, allocator: Any) -> DevicePool | None:
         """See :class:`DeviceOps`. Its first allocation raises if segments of memory can grow."""
         return CudaPool(torch.cuda.MemPool(allocator), self.device)
 

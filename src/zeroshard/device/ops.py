@@ -59,9 +59,11 @@ _REACHED = Reached()
 
 
 class DevicePool(Protocol):
-    """Memory of a device that is apart from all other memory. ``handle``: torch's object."""
+    """Memory of a device that is apart from all other memory."""
 
-    handle: Any
+    @property
+    def handle(self) -> Any:
+        """Torch's object."""
 
     def use(self) -> contextlib.AbstractContextManager[object]:
         """A context in which the calling thread allocates from the pool."""
@@ -246,7 +248,7 @@ class DeviceOps:
         """The numbers of some tensors of the device, to be read later."""
         return HostValues(tensors)
 
-    def memory_pool(self, allocator: object) -> DevicePool | None:
+    def memory_pool(self, allocator: Any) -> DevicePool | None:
         """A pool with memory of torch's ``allocator``. None: there are no pools for this device."""
         return None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.doctor import probes
-from zeroshard.doctor.facts import Facts, gather
+from zeroshard.doctor.facts import Facts, gather, registered_memory
 from zeroshard.doctor.probes import ProbeOutcome
 from zeroshard.doctor.verdicts import (
     BISECT,
@@ -161,6 +161,8 @@ def _checks(found: Examination) -> Iterator[tuple[str, str]]:
     yield "network", f"{', '.join(facts.interfaces) or 'no interface but the loopback'}{iommu}"
     for gpu in found.gpus:
         yield "GPU", f"{gpu['name']}, {gpu['memory.total']} MiB, driver {gpu['driver_version']}"
+    if found.gpus:
+        yield "memory of NCCL", registered_memory(facts.versions, facts.variables)
     for name, value in facts.variables.items():
         yield "variable", f"{name}={value}"
     for ranks, outcome in found.gloo.items():

@@ -46,7 +46,7 @@ class _Reduction(NamedTuple):
 
 
 @dataclass(eq=False)
-class Launch:
+class GradLaunch:
     """Buffers that are reduced by one call. ``comm``: the one that can do it; None: it is one buffer.
 
     ``apart``: results have memory of their own and stay there, so the bytes of each change are known.
@@ -67,7 +67,7 @@ class Launch:
 
 class _InFlight(NamedTuple):
     handle: Handle
-    launch: Launch
+    launch: GradLaunch
     reductions: Sequence[_Reduction]
 
 
@@ -109,7 +109,7 @@ class GradReducer:
     _accumulates: bool = False  # the running step sums several micro-batches
     _next: int = 0  # in ``_launches``
     _running: list[GradBuffer] = field(default_factory=list)  # of the running backward's stage
-    _launches: list[Launch] = field(default_factory=list)  # the same, by launch
+    _launches: list[GradLaunch] = field(default_factory=list)  # the same, by launch
     _in_flight: deque[_InFlight] = field(default_factory=deque)
 
     @cached_property
@@ -128,7 +128,7 @@ class GradReducer:
         return {stage: [b for b in self.order if b.pipeline_stage == stage] for stage in stages}
 
     @cached_property
-    def _launches_of(self) -> dict[int | None, list[Launch]]:
+    def _launches_of(self) -> dict[int | None, list[GradLaunch]]:
         """The buffers of each pipeline stage by launch: those of a group are reduced together."""
         return {stage: _open_ended(_by_launch(buffers)) for stage, buffers in self._orders.items()}
 
@@ -172,7 +172,7 @@ class GradReducer:
             self._launch_next()
         for buffer in self._running:  # gradients that arrived after their buffer's reduction
             if buffer.grads_N is not None:
-                self._launch(Launch((buffer,)))
+                self._launch(GradLaunch((buffer,)))
         self._drain(0)
 
     def _launch_next(self) -> None:
@@ -182,7 +182,7 @@ class GradReducer:
 
     # ------------------------------------------------------------------ one launch
 
-    def _launch(self, launch: Launch) -> None:
+    def _launch(self, launch: GradLaunch) -> None:
         """Start the reductions of one buffer or of a group."""
         buffers = launch.buffers
         is_first = launch.apart and not [b for b in buffers if b.reducing_N is not None]
@@ -437,17 +437,17 @@ class GradReducer:
         self._running, self._launches = [], []
 
 
-def _by_launch(buffers: Iterable[GradBuffer]) -> list[Launch]:
+def _by_launch(buffers: Iterable[GradBuffer]) -> list[GradLaunch]:
     """Neighbours that one launch reduces: units of one group, over a communicator that can do that."""
 
     def key(buffer: GradBuffer) -> tuple[object, ...]:
         joins = buffer.unit.group and joining(buffer.comm) is not None
         return (buffer.unit.group, id(buffer.comm)) if joins else (id(buffer),)
 
-    return [Launch(tuple(members)) for _, members in groupby(buffers, key)]
+    return [GradLaunch(tuple(members)) for _, members in groupby(buffers, key)]
 
 
-def _open_ended(launches: list[Launch]) -> list[Launch]:
+def _open_ended(launches: list[GradLaunch]) -> list[GradLaunch]:
     """The same launches, but the last group's units are reduced one by one if they are resident.
 
     Backward has nothing left behind which the launch of the last block could run, so each of its matrices
@@ -459,5 +459,5 @@ def _open_ended(launches: list[Launch]) -> list[Launch]:
         return launches
     last = groups[-1]
     matrices_first = sorted(launches[last].buffers, key=lambda buffer: len(buffer.unit.params) > 1)
-    alone = [Launch((buffer,)) for buffer in matrices_first]
+    alone = [GradLaunch((buffer,)) for buffer in matrices_first]
     return [*launches[:last], *alone, *launches[last + 1 :]]
