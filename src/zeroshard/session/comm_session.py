@@ -143,7 +143,7 @@ class CommSession:
     @property
     def comms_of_units(self) -> list[Comm]:
         """Those that gather parameters and reduce gradients, and the hops of such with two."""
-        comms = (self.gathers, self.reductions)
+        comms = (self.gathers, self.reductions, *self.experts.values())
         hops = [part for comm in comms for part in getattr(comm, "hops", (comm,))]
         return list({id(comm): comm for comm in hops}.values())
 
