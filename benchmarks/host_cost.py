@@ -2,14 +2,18 @@
 
     python benchmarks/host_cost.py [--rounds N] [--smoke]
 
-One process pretends to be rank 0 of eight: torch's fake process group has all calls of a real one and
-moves no bytes. The model has 24 blocks of ten very small parameters, so kernels take almost no time, and
-what remains is what a library does on the host for each unit. On a GPU this time is visible when batches
-are small, because kernels cannot be launched faster than the host prepares them.
+One process pretends to be rank 0 of eight: torch's fake process group has all calls of a real one. The
+model has 24 blocks of ten very small parameters, so kernels take almost no time, and what remains is what
+a library does on the host for each unit. On a GPU this time is visible when batches are small, because
+kernels cannot be launched faster than the host prepares them.
 
 The systems take turns in one process, on one thread. *Own* time is the median CPU time of a step minus
 that of the plain loop, divided by the number of blocks. The number of blocks is not needed to compare
 two systems; it makes numbers of different models comparable.
+
+The fake group gives every rank the values of this one: it copies each tensor of a collective as often as
+there are ranks, one small copy after the other. No library does that, and no real group. So the time
+inside its collectives is measured too (*group*), and ratios are given with it and without it.
 """
 
 from __future__ import annotations
@@ -35,6 +39,19 @@ RANKS = 8
 WIDTH = 64
 """Of the matrices. The shards of a matrix of this size need no padding, as those of a real model."""
 PHASES = ("forward", "backward", "step")
+GROUP = "group"
+"""In results: the time inside the calls of the fake group, which is a part of the phases."""
+COLLECTIVES = (
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced",
+)
+"""The methods of a process group that start the collectives of these systems, old names and new ones."""
 APART = "stage 3, matrices apart"
 """The line on which each matrix of a block is a unit, as in blocks of large models on an accelerator."""
 TARGET = 1 / 5
@@ -76,6 +93,36 @@ def _nothing() -> None:
 
 
 @dataclass
+class InGroup:
+    """Adds up the seconds of ``clock`` inside the collectives of all process groups."""
+
+    clock: Callable[[], float] = time.process_time
+    seconds: float = 0.0
+    _is_inside: bool = False
+
+    def attach(self) -> None:
+        """To be called before the systems are built. It stays for the whole process."""
+        for name in COLLECTIVES:
+            if (method := getattr(dist.ProcessGroup, name, None)) is not None:
+                setattr(dist.ProcessGroup, name, self._timed(method))
+
+    def _timed(self, method: Callable[..., object]) -> Callable[..., object]:
+        clock = self.clock
+
+        def call(*args: object, **options: object) -> object:
+            if self._is_inside:  # an old name calls the new one
+                return method(*args, **options)
+            self._is_inside, begin = True, clock()
+            try:
+                return method(*args, **options)
+            finally:
+                self.seconds += clock() - begin
+                self._is_inside = False
+
+        return call
+
+
+@dataclass
 class Turns:
     """The measured steps of one system. ``seconds``: of ``clock`` for each step, by phase.
 
@@ -87,14 +134,17 @@ class Turns:
     y: Tensor
     clock: Callable[[], float] = time.process_time
     settle: Callable[[], None] = _nothing
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {p: [] for p in PHASES})
+    group: InGroup = field(default_factory=InGroup)
+    seconds: dict[str, list[float]] = field(
+        default_factory=lambda: {name: [] for name in (*PHASES, GROUP)}
+    )
 
     def take(self, steps: int, *, timed: bool = True) -> None:
         """Train ``steps`` steps."""
         clock = self.clock
         self.settle()
         for _ in range(steps):
-            begin = clock()
+            in_group, begin = self.group.seconds, clock()
             loss = self.trainer.forward(self.x, self.y)
             after_forward = clock()
             self.trainer.backward(loss)
@@ -110,11 +160,13 @@ class Turns:
                 )
                 for phase, seconds in zip(PHASES, parts, strict=True):
                     self.seconds[phase].append(seconds)
+                self.seconds[GROUP].append(self.group.seconds - in_group)
 
     def us_per_block(self, depth: int) -> dict[str, float]:
         """Median microseconds per block, by phase and in all (the median of whole steps)."""
         found = {phase: median(values) for phase, values in self.seconds.items()}
-        found["all"] = median(map(sum, zip(*self.seconds.values(), strict=True)))
+        phases = [self.seconds[phase] for phase in PHASES]
+        found["all"] = median(map(sum, zip(*phases, strict=True)))
         return {phase: seconds * 1e6 / depth for phase, seconds in found.items()}
 
 
@@ -144,10 +196,12 @@ def measure(
     device: str = "cpu",
     clock: Callable[[], float] = time.process_time,
     settle: Callable[[], None] = _nothing,
+    group: InGroup | None = None,
 ) -> dict[str, dict[str, float]]:
     """Median microseconds per block and step of each line, by phase. Needs a process group.
 
     ``builders``: of the lines, by default :func:`systems`. ``clock``, ``settle``: see :class:`Turns`.
+    ``group``: attached; then the result has :data:`GROUP` too.
     """
     turns = {}
     builders = systems() if builders is None else builders
@@ -155,7 +209,7 @@ def measure(
         torch.manual_seed(0)
         x, y = torch.randn(2, 4, width).bfloat16().to(device)
         model = Tower(depth, width).to(device)
-        turns[name] = Turns(builders[name](model), x, y, clock, settle)
+        turns[name] = Turns(builders[name](model), x, y, clock, settle, group or InGroup())
         turns[name].take(warm_up, timed=False)
     for _, name in alternating(list(turns), rounds):
         turns[name].take(1, timed=False)  # the caches are those of another system
@@ -165,6 +219,8 @@ def measure(
         if norm is None or not isfinite(norm):  # a step may then have been skipped
             raise RuntimeError(f"{name}: the gradient's norm is {norm}; run the program again")
         line.trainer.close()
+        if group is None:
+            del line.seconds[GROUP]
     return {name: line.us_per_block(depth) for name, line in turns.items()}
 
 
@@ -185,13 +241,18 @@ PEER_OF = {
 }
 
 
-def ratios(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Own time of each ZeroShard line ÷ that of the FSDP2 line that holds the same state."""
-    extra = own(found)
+def ratios(found: dict[str, dict[str, float]], *, but_group: bool = False) -> dict[str, float]:
+    """Own time of each ZeroShard line ÷ that of the FSDP2 line that holds the same state.
+
+    ``but_group``: without the time inside the calls of the fake group.
+    """
+    times = {
+        name: line["all"] - (line[GROUP] if but_group else 0.0) for name, line in own(found).items()
+    }
     return {
-        name: extra[name]["all"] / extra[peer]["all"]
+        name: times[name] / times[peer]
         for name, peer in PEER_OF.items()
-        if {name, peer} <= extra.keys()
+        if {name, peer} <= times.keys()
     }
 
 
@@ -212,18 +273,33 @@ def main() -> None:
     names = list(systems())
     if options.only is not None:
         names = [name for name in names if name == "plain loop" or name in options.only]
-    found = measure(names, depth=depth, width=width, warm_up=warm_up, rounds=rounds, burst=burst)
+    group = InGroup()
+    group.attach()
+    found = measure(
+        names, depth=depth, width=width, warm_up=warm_up, rounds=rounds, burst=burst, group=group
+    )
     extra = own(found)
+    columns = (*PHASES, "all", GROUP)
     print(f"microseconds of CPU time per block and step, {depth} blocks, {RANKS} fake ranks")
-    print(f"{'':24}" + "".join(f"{phase:>10}" for phase in (*PHASES, "all")) + f"{'own':>10}")
+    print(f"{'':24}" + "".join(f"{column:>10}" for column in columns) + f"{'own':>10}")
     for name, line in found.items():
-        values = "".join(f"{line[phase]:10.0f}" for phase in (*PHASES, "all"))
+        values = "".join(f"{line[column]:10.0f}" for column in columns)
         print(f"{name:24}{values}" + (f"{extra[name]['all']:10.0f}" if name in extra else ""))
+    without = ratios(found, but_group=True)
     for name, ratio in ratios(found).items():
-        print(f"own time, {name} ÷ {PEER_OF[name]}: {ratio:.3f} (target {TARGET:.2f})")
+        print(
+            f"own time, {name} ÷ {PEER_OF[name]}: {ratio:.3f}, without the group "
+            f"{without[name]:.3f} (target {TARGET:.2f})"
+        )
     if options.json:
+        result = {
+            "us_per_block": found,
+            "own_us": extra,
+            "ratios": ratios(found),
+            "ratios_without_group": without,
+        }
         with open(options.json, "w") as file:
-            json.dump({"us_per_block": found, "own_us": extra, "ratios": ratios(found)}, file)
+            json.dump(result, file)
     dist.destroy_process_group()
     sys.stdout.flush()
 

@@ -30,10 +30,10 @@ MOST_FILE_LINES = 500
 
 LONGER_FILES: Mapping[str, int] = {
     "watchdog/watchdog.py": 612,
-    "zero/gradients.py": 568,  # these four run in every step: a seam must not cost a call there
+    "zero/gradients.py": 560,  # these four run in every step: a seam must not cost a call there
     "zero/hooks.py": 785,
     "zero/sharded_parameter.py": 680,
-    "zero/unit.py": 767,
+    "zero/unit.py": 757,
 }
 """Files that are not yet within the limit, with their lines. A number may only become smaller."""
 

@@ -176,10 +176,47 @@ MUTATIONS = [
     ),
     Mutation(
         "block-is-half-gathered",  # after an error the units that had memory keep it
-        "zero/unit_group.py",
-        "                unit.cancel_gather()\n",
-        "                pass\n",
+        "zero/unit.py",
+        "            unit.cancel_gather()\n",
+        "            pass\n",
         "tests/streams/test_whole_blocks.py::test_without_memory_for_all_of_a_block_none_of_it_is_gathered",
+    ),
+    Mutation(
+        "transposed-data-is-in-its-place",  # square matrices only
+        "zero/full_params.py",
+        "            and [*map(_strides_of, self.params)] == self._strides\n",
+        "",
+        "tests/unit/test_full_params.py::test_parameters_with_other_memory_are_found",
+    ),
+    Mutation(
+        "result-of-a-reduction-stays-scratch",  # in a launch of several units only
+        "zero/grad_ledger.py",
+        "    ledger.hold_all(CATEGORIES[SCRATCH], freed)\n",
+        "",
+        "tests/streams/test_whole_blocks.py::test_what_a_launch_holds_is_known_without_a_look",
+    ),
+    Mutation(
+        "gathered-memory-is-not-registered",  # which only costs time
+        "zero/unit.py",
+        "            self._memory.resize(self.full_N, self.full_nbytes)\n",
+        "            resize(self.full_N, self.full_nbytes)\n",
+        "tests/streams/test_registered_memory.py::"
+        "test_all_that_is_gathered_is_in_registered_memory_and_no_bit_changes",
+    ),
+    Mutation(
+        "registration-is-ended-after-an-abort",
+        "comm/collectives.py",
+        "        self.memory.forget()\n",
+        "",
+        "tests/streams/test_registered_memory.py::test_after_an_abort_no_registration_is_ended",
+    ),
+    Mutation(
+        "some-ranks-register-alone",
+        "comm/registered.py",
+        "    if not all(possible):",
+        "    if not any(possible):",
+        "tests/streams/test_registered_memory.py::"
+        "test_where_it_is_not_possible_memory_is_plain_and_the_line_says_why",
     ),
     Mutation(
         "resident-units-cannot-be-offloaded",  # stages 0 to 2 only
@@ -339,7 +376,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sum-of-three-ranks-in-16-bit",  # three ranks and 16 bit only
-        "comm/collectives.py",
+        "comm/sums.py",
         "dtype = torch.float32 if out_S.dtype in _SHORT else out_S.dtype",
         "dtype = out_S.dtype",
         "tests/ranks/test_collectives.py::test_a_wide_sum_is_rounded_once",

@@ -1,7 +1,7 @@
 """Measures the memory that a communicator takes, and tries what NCCL does with registered memory.
 
-Nothing of ZeroShard uses registered memory: ``docs/gpu.md`` says why. A way that this machine does not
-know is a fact, not an error. A way that hangs loses only those after it.
+The key ``registered_memory`` uses the second of :data:`WAYS`; ``docs/gpu.md`` says why no window is used.
+A way that this machine does not know is a fact, not an error. A way that hangs loses only those after it.
 """
 
 from __future__ import annotations

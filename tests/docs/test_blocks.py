@@ -216,7 +216,7 @@ TREATED: dict[str, list[Treatment]] = {
     ],
     "docs/format.md": [TYPES, FORMAT, FORMAT, FORMAT],
     "docs/fsdp2.md": [FSDP2, FSDP2, shown, FSDP2],
-    "docs/gpu.md": [commands, configuration, configuration, configuration],
+    "docs/gpu.md": [commands, *[configuration] * 4],
     "docs/index.md": [commands, changed_loop, commands, toctree, toctree, toctree, toctree],
     "docs/integrations.md": [INTEGRATIONS] * 7,
     "docs/migrate.md": [commands, compiles, compiles],

@@ -13,7 +13,7 @@ from torch import nn
 from zeroshard_testing import on_ranks
 
 from zeroshard.comm.collectives import JointHandle
-from zeroshard.zero import GatheredParameters
+from zeroshard.zero import GatheredParameters, grad_ledger, reduce
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.unit import UnitState
 
@@ -79,11 +79,11 @@ def without_memory() -> tuple[set[UnitState], list[bool], str]:
         run, trained = opened(watch)
         run.step(trained)
         (group,) = trained._hooks.prefetcher.wrapped_modules[1].groups
-        failing = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
-        with mock.patch.object(group.units[-1].store, "open_gather", failing):
+        failing = mock.Mock(resize=mock.Mock(side_effect=torch.OutOfMemoryError("no memory")))
+        with mock.patch.object(group.units[-1], "_memory", failing):
             with pytest.raises(torch.OutOfMemoryError):
                 trained(run.batch())
-        after = {unit.state for unit in group.units}, [unit.is_allocated for unit in group.units]
+        after = {each.state for each in group.units}, [each.is_allocated for each in group.units]
         run.step(trained)
         trained.close()
         return *after, report(watch)
@@ -187,3 +187,51 @@ def test_all_units_of_a_block_wait_for_their_launch_at_once():
     waits, started, found = in_child(waits_of_a_step)
     assert not found
     assert waits == started
+
+
+def in_ledger(buffer) -> list[int]:
+    """The bytes that the ledger knows of a buffer, by category."""
+    return [
+        buffer.ledger.live[category, "device"].get(buffer.name, 0)
+        for category in grad_ledger.CATEGORIES
+    ]
+
+
+def misreported() -> tuple[int, list[str], str]:
+    """How often bytes of a launch were reported without a look at them, the units for which they were
+    wrong, and the findings."""
+    calls, wrong = [], []
+
+    def checked(usual):
+        def report_known(buffers, nbytes):
+            usual(buffers, nbytes)
+            calls.append(len(buffers))
+            held = [in_ledger(buffer) for buffer in buffers]
+            grad_ledger.report(buffers)
+            pairs = zip(buffers, held, strict=True)
+            wrong.extend(buffer.name for buffer, known in pairs if buffer.reported != known)
+
+        return report_known
+
+    with cuda(RANKS) as watch:
+        run, trained = opened(watch)
+        begun, ended = checked(reduce.report_begun), checked(reduce.report_ended)
+        with (
+            mock.patch.object(reduce, "report_begun", begun),
+            mock.patch.object(reduce, "report_ended", ended),
+        ):
+            run.step(trained)
+            trained.backward(run.loss(trained))
+            trained.backward(run.loss(trained))  # a sum: its bytes are looked at
+            trained.step()
+        trained.close()
+        return len(calls), wrong, report(watch)
+
+
+@on_ranks(1, group=False)
+def test_what_a_launch_holds_is_known_without_a_look():
+    prepare()
+    calls, wrong, found = in_child(misreported)
+    assert calls >= 2 * len(BLOCKS)
+    assert not wrong
+    assert not found

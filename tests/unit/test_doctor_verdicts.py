@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from zeroshard.cli.main import main
 from zeroshard.doctor import examination
 from zeroshard.doctor.examination import Examination
-from zeroshard.doctor.facts import Disk, Facts, cpu_quota, disk_of, gather
+from zeroshard.doctor.facts import Disk, Facts, cpu_quota, disk_of, gather, registered_memory
 from zeroshard.doctor.probes import ProbeOutcome
 from zeroshard.doctor.verdicts import (
     CODES,
@@ -292,3 +292,17 @@ def test_the_command_prints_remedies_and_ends_with_the_worst(monkeypatch, findin
     assert shell.output.splitlines() == [finding.fix for finding in findings if finding.fix]
     checked = subprocess.run(["bash", "-n"], input=shell.output, text=True, check=False)
     assert checked.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("nccl", "settings", "words"),
+    [
+        ("2.27.3", "", 'plain, or registered with "registered_memory": true'),
+        ("2.27.3", "expandable_segments:True", "plain: PYTORCH_ALLOC_CONF lets segments grow"),
+        ("2.18.5", "", "plain: NCCL 2.18.5 registers no memory"),
+        ("", "", "plain, or registered"),
+    ],
+)
+def test_whether_nccl_could_use_registered_memory_is_told(nccl, settings, words):
+    told = registered_memory({"NCCL": nccl}, {"PYTORCH_ALLOC_CONF": settings})
+    assert told.startswith(words)

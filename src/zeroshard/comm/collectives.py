@@ -19,13 +19,11 @@ from torch import Tensor
 from zeroshard.comm.entries import Entry
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.host import shut_down
+from zeroshard.comm.plain_memory import PLAIN, CommMemory
 from zeroshard.comm.recorder import Item, Recorder
 from zeroshard.errors import RankLost, UsageError
 
 _SLICE = timedelta(seconds=1)
-#: Elements summed at a time: blocks of all ranks together stay in the second-level cache.
-_BLOCK_NUMEL = 1 << 16
-_SHORT = frozenset({torch.float16, torch.bfloat16})
 #: Dtypes that every backend can gather; tensors of other dtypes are sent as bytes.
 _NATIVE = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -130,34 +128,6 @@ class JointHandle:
             raise
 
 
-def sum_in_rank_order(parts: Sequence[Tensor], out_S: Tensor) -> None:
-    """``out_S = parts[0] + parts[1] + ...``, rounded once; ``out_S`` may be one of the parts.
-
-    Two 16-bit numbers need no fp32 buffer: ``add`` gives their fp32 sum, rounded once.
-    """
-    if len(parts) == 2:
-        torch.add(parts[0], parts[1], out=out_S)
-        return
-    # Mixed-dtype arithmetic is 15 times slower on CPU than a widening copy and an add.
-    short = parts[0].dtype in _SHORT
-    numel = out_S.numel()
-    wide = sum_temporary(out_S)
-    block = wide.shape[1]
-    for begin in range(0, numel, block):
-        end = min(begin + block, numel)
-        total, term = wide[:, : end - begin]
-        total.copy_(parts[0][begin:end])
-        for part in parts[1:]:
-            total.add_(term.copy_(part[begin:end]) if short else part[begin:end])
-        out_S[begin:end].copy_(total)
-
-
-def sum_temporary(out_S: Tensor) -> Tensor:
-    """Two rows of fp32 in which more than two parts are added, a block of elements at a time."""
-    dtype = torch.float32 if out_S.dtype in _SHORT else out_S.dtype
-    return out_S.new_empty((2, min(out_S.numel(), _BLOCK_NUMEL)), dtype=dtype)
-
-
 class SoloComm:
     """One rank: every collective is a copy. Needs no process group."""
 
@@ -219,10 +189,11 @@ class RecordedComm:
         self.ranks = tuple(ranks)
         self.recorder = recorder or Recorder()
         self._guard: ErrorExplainer = guard or NoExplainer()
+        self.memory: CommMemory = PLAIN
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Plain memory."""
-        return torch.empty(numel, dtype=dtype, device=device)
+        """Memory of the kind that this communicator has: plain, or registered."""
+        return self.memory.empty(numel, dtype=dtype, device=device)
 
     def _record_broadcast(self, tensor: Tensor, src: int, name: str) -> Item:
         check_source(src, self.size)
@@ -308,6 +279,11 @@ class ProcessGroupComm(RecordedComm):
     def group_name(self) -> str:
         """The name that torch gave the group; "" once this communicator is closed."""
         return "" if self._group is None else str(self._group.group_name)
+
+    @property
+    def backend(self) -> Any:
+        """Torch's object for the collectives of the device; None once this communicator is closed."""
+        return None if self._group is None else self._group._get_backend(self._device)
 
     @property
     def scratch_nbytes(self) -> int:
@@ -426,16 +402,17 @@ class ProcessGroupComm(RecordedComm):
 
     def abort(self) -> None:
         """Make every blocked wait on this group fail now. Called by the watchdog's thread."""
-        group = self._group
+        self.memory.forget()
         if self._sockets:
             shut_down(self._sockets)
-        elif group is not None and self._owns_group and self.queues_on_device:
-            backend = group._get_backend(self._device)
-            if hasattr(backend, "abort"):
-                backend.abort()
+        elif self._owns_group and self.queues_on_device:
+            abort = getattr(self.backend, "abort", None)
+            if abort is not None:
+                abort()
 
     def close(self) -> None:
         """Destroy the group if this object made it."""
+        self.memory.close()
         group, self._group, self._bound = self._group, None, None
         if group is not None and self._owns_group:
             with contextlib.suppress(ValueError):  # the program destroyed all groups before us

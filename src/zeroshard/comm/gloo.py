@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.collectives import DONE, Handle, ProcessGroupComm, sum_in_rank_order
+from zeroshard.comm.collectives import DONE, Handle, ProcessGroupComm
 from zeroshard.comm.scratch import KeepsScratch, Scratch
+from zeroshard.comm.sums import sum_in_rank_order
 
 
 class GlooComm(KeepsScratch, ProcessGroupComm):

@@ -25,13 +25,13 @@ from zeroshard.comm.collectives import (
     RecordedComm,
     closed,
     first_line,
-    sum_in_rank_order,
 )
 from zeroshard.comm.host import shut_down
 from zeroshard.comm.recorder import TAG_BITS, Item, Recorder
 from zeroshard.comm.scratch import KeepsScratch, Scratch
 from zeroshard.comm.store_keys import Store as AgreeStore
 from zeroshard.comm.store_keys import namespace, ranks_key
+from zeroshard.comm.sums import sum_in_rank_order
 
 
 class Links(Protocol):

@@ -26,12 +26,12 @@ from zeroshard.comm.collectives import (
     Handle,
     JointHandle,
     ProcessGroupComm,
-    sum_temporary,
 )
 from zeroshard.comm.host import Process
 from zeroshard.comm.scratch import KeepsScratch, Scratch
 from zeroshard.comm.shared_memory import CONTROL_NBYTES, INLINE_NBYTES, RING, Windows
 from zeroshard.comm.shm import AHEAD, piece_numel
+from zeroshard.comm.sums import sum_temporary
 from zeroshard.errors import UsageError
 
 
@@ -90,16 +90,20 @@ class PlannedComm(ProcessGroupComm):
         self, full_N: Sequence[Tensor], shard_S: Sequence[Tensor], *, name: str
     ) -> JointHandle:
         """Nothing moves."""
+        size = self.size
         for full, shard in zip(full_N, shard_S, strict=True):
-            self._check("all_gather", name, full, shard)
+            if full.numel() != size * shard.numel() or full.dtype is not shard.dtype:
+                self._check("all_gather", name, full, shard)
         return super().joint_all_gather(full_N, shard_S, name=name)
 
     def joint_reduce_scatter(
         self, out_S: Sequence[Tensor], full_N: Sequence[Tensor], *, name: str
     ) -> JointHandle:
         """Nothing moves."""
+        size = self.size
         for full, out in zip(full_N, out_S, strict=True):
-            self._check("reduce_scatter", name, full, out)
+            if full.numel() != size * out.numel() or full.dtype is not out.dtype:
+                self._check("reduce_scatter", name, full, out)
         return super().joint_reduce_scatter(out_S, full_N, name=name)
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:

@@ -149,7 +149,10 @@ class Recorder:
 
     def entries(self, op: str) -> Entries:
         """The table that :meth:`enter` takes its entries from, one per operation."""
-        return self._by_op.setdefault(op, Entries(op))
+        table = self._by_op.get(op)
+        if table is None:
+            table = self._by_op[op] = Entries(op)
+        return table
 
     def enter(self, entry: Entry, tensor: torch.Tensor, numel: int, sent: int) -> Item:
         """Record one collective of ``numel`` elements in all, of which this rank sends ``sent``."""

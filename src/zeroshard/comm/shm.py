@@ -48,12 +48,12 @@ from zeroshard.comm.collectives import (
     Handle,
     RecordedComm,
     closed,
-    sum_in_rank_order,
 )
 from zeroshard.comm.peer_memory import PeerMemory
 from zeroshard.comm.recorder import Item, Recorder
 from zeroshard.comm.shared_memory import INLINE_NBYTES
 from zeroshard.comm.shm_ring import Pending, Ring, move_bytes
+from zeroshard.comm.sums import sum_in_rank_order
 
 #: A large broadcast travels in at most ``_PIECES`` pieces of at least ``_PIECE_NBYTES`` bytes.
 _PIECES = 64

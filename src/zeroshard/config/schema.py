@@ -318,6 +318,11 @@ class Config(Section):
         "also for the messages of a pipeline. p2p: tagged sends and receives. stock: the collectives "
         "of the process group.",
     )
+    registered_memory: Flag = honour(
+        False,
+        "Let NCCL gather and reduce in memory that it knows, from a pool of its own for each "
+        "communicator. A line of the log says where that is possible, and why not elsewhere.",
+    )
     compile_update: Flag = honour(
         True,
         "Compile the update: in host memory for Adam and AdamW, if there is a C++ compiler; in "

@@ -128,6 +128,18 @@ class UnitLayout:
         return sum(slot.numel for slot in self.slots)
 
     @cached_property
+    def is_dense(self) -> bool:
+        """Whether the slots are in ``full_N`` one after the other, with nothing between them.
+
+        >>> pack([("w", (8, 8)), ("b", (10,))], num_shards=2).is_dense
+        True
+        >>> pack([("b", (10,)), ("w", (8, 8))], num_shards=2).is_dense
+        False
+        """
+        stops = [0, *(slot.stop for slot in self.slots)]
+        return all(slot.start == stop for slot, stop in zip(self.slots, stops, strict=False))
+
+    @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """``(begin, end)`` of all padding in ``full_N``, in order.
 

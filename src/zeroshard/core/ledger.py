@@ -60,7 +60,8 @@ class Ledger:
                 owners[owner] = nbytes
                 total += nbytes
         self._total[key] = total
-        self._peak[key] = max(self._peak[key], total)
+        if total > self._peak[key]:  # noqa: PLR1730  (max() is a call)
+            self._peak[key] = total
 
     @contextmanager
     def lend(self, owner: str, nbytes: int, tier: Tier = Tier.DEVICE) -> Iterator[None]:

@@ -12,12 +12,25 @@ from __future__ import annotations
 import ctypes
 import functools
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zeroshard.device.accelerator import AcceleratorOps
-from zeroshard.device.ops import Event
+from zeroshard.device.ops import DevicePool, Event
+
+
+@dataclass(frozen=True)
+class CudaPool:
+    """A ``torch.cuda.MemPool`` of one device. See :class:`~zeroshard.device.ops.DevicePool`."""
+
+    handle: Any
+    device: torch.device
+
+    def use(self) -> AbstractContextManager[object]:
+        """See :class:`~zeroshard.device.ops.DevicePool`."""
+        return torch.cuda.use_mem_pool(self.handle, self.device)
 
 
 class CudaOps(AcceleratorOps):
@@ -44,6 +57,10 @@ class CudaOps(AcceleratorOps):
     def is_capturing(self) -> bool:
         """See :class:`DeviceOps`."""
         return torch.cuda.is_current_stream_capturing()
+
+    def memory_pool(self, allocator: Any) -> DevicePool | None:
+        """See :class:`DeviceOps`. Its first allocation raises if segments of memory can grow."""
+        return CudaPool(torch.cuda.MemPool(allocator), self.device)
 
     def identity(self) -> str:
         """See :class:`DeviceOps`. Parts of one GPU (MIG) have different names."""

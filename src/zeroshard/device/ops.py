@@ -58,6 +58,17 @@ class Reached:
 _REACHED = Reached()
 
 
+class DevicePool(Protocol):
+    """Memory of a device that is apart from all other memory."""
+
+    @property
+    def handle(self) -> Any:
+        """Torch's object."""
+
+    def use(self) -> contextlib.AbstractContextManager[object]:
+        """A context in which the calling thread allocates from the pool."""
+
+
 class WaitGuard(Protocol):
     """Knows whether collectives of the device were aborted. See [Note: aborted collectives]."""
 
@@ -236,6 +247,10 @@ class DeviceOps:
     def host_values(self, tensors: Sequence[Tensor]) -> HostValues:
         """The numbers of some tensors of the device, to be read later."""
         return HostValues(tensors)
+
+    def memory_pool(self, allocator: Any) -> DevicePool | None:
+        """A pool with memory of torch's ``allocator``. None: there are no pools for this device."""
+        return None
 
     def empty_cache(self) -> None:
         """Return the unused memory of torch's allocator to the device."""

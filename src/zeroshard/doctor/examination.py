@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.doctor import probes
-from zeroshard.doctor.facts import Facts, gather
+from zeroshard.doctor.facts import Facts, gather, registered_memory
 from zeroshard.doctor.probes import ProbeOutcome
 from zeroshard.doctor.verdicts import (
     BISECT,
@@ -159,14 +159,20 @@ def _checks(found: Examination) -> Iterator[tuple[str, str]]:
         )
     iommu = "; an IOMMU is on" if facts.iommu else ""
     yield "network", f"{', '.join(facts.interfaces) or 'no interface but the loopback'}{iommu}"
-    for gpu in found.gpus:
-        yield "GPU", f"{gpu['name']}, {gpu['memory.total']} MiB, driver {gpu['driver_version']}"
+    yield from _of_gpus(found)
     for name, value in facts.variables.items():
         yield "variable", f"{name}={value}"
     for ranks, outcome in found.gloo.items():
         yield f"gloo {ranks} ranks", _numbers(outcome) + _listens(outcome)
     for name, outcome in found.nccl.items():
         yield "NCCL", f"{name}: {_numbers(outcome)}"
+
+
+def _of_gpus(found: Examination) -> Iterator[tuple[str, str]]:
+    for gpu in found.gpus:
+        yield "GPU", f"{gpu['name']}, {gpu['memory.total']} MiB, driver {gpu['driver_version']}"
+    if found.gpus:
+        yield "memory of NCCL", registered_memory(found.facts.versions, found.facts.variables)
 
 
 def _numbers(outcome: ProbeOutcome) -> str:

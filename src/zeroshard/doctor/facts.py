@@ -30,6 +30,9 @@ PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed"
 _NCCL = tuple(f"nvidia-nccl-cu{n}" for n in (11, 12, 13))
 """Packages with the NCCL that torch loads; other builds of torch contain it."""
 
+OLDEST_REGISTERING_NCCL = (2, 19)
+"""It has ``ncclCommRegister``."""
+
 _LIMITS = (
     ("-l", resource.RLIMIT_MEMLOCK, 1024),
     ("-n", resource.RLIMIT_NOFILE, 1),
@@ -127,6 +130,17 @@ def cpu_quota(root: Path = ROOT) -> float | None:
             if quota_us > 0:
                 found.append(quota_us / int((folder / "cpu.cfs_period_us").read_text()))
     return min(found, default=None)
+
+
+def registered_memory(versions: Mapping[str, str], variables: Mapping[str, str]) -> str:
+    """Whether the key ``registered_memory`` can have an effect, as far as versions and settings tell."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:True" in variables.get(name, ""):
+            return f"plain: {name} lets segments grow, and registered memory needs segments that do not"
+    numbers = re.findall(r"\d+", versions.get("NCCL", ""))[:2]
+    if numbers and tuple(map(int, numbers)) < OLDEST_REGISTERING_NCCL:
+        return f"plain: NCCL {versions['NCCL']} registers no memory, 2.19 does"
+    return 'plain, or registered with "registered_memory": true and expandable_segments:False'
 
 
 def disk_of(path: Path) -> Disk | None:

@@ -106,6 +106,7 @@ def _first_line(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> dict[
         },
         "device": ops_of(draft.device).product(),
         "transport": watch.gathers.transport,
+        "registered_memory": watch.memory_line,
         "dtypes": draft.policy.table(),
         "stage": int(settings.zero_optimization.stage),
         "accumulation": settings.gradient_accumulation_steps,

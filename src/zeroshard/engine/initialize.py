@@ -162,6 +162,8 @@ def announce(engine: Engine) -> None:
         runtime.stage.number, number_of(engine.world_size, "rank"), number_of(numel, "parameter"),
         number_of(len(runtime.units), "unit"), engine.transport, engine.device,
     )  # fmt: skip
+    if engine._watch.memory_line:
+        logger.info("%s", engine._watch.memory_line)
     if not _told:
         _told.add("")
         logger.info('"log_level": "debug" prints every value with its origin, and the dtypes')

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -116,6 +116,21 @@ def weights_for(flat: Tensor) -> Tensor:
     if weights is None or weights.device != flat.device:  # a device may have been a pretended one
         _weights[key] = weights = _make_weights().to(flat.device)
     return weights
+
+
+def join_into(flat_N: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Copy ``parts`` into the beginning of ``flat_N``, one after the other, by one kernel.
+
+    False: their dtypes or places in memory do not allow it.
+    """
+    dtype, numel, flat = flat_N.dtype, 0, []
+    for part in parts:
+        if part.dtype is not dtype or not part.is_contiguous():
+            return False
+        numel += part.numel()
+        flat.append(part if part.dim() == 1 else part.view(-1))
+    torch.cat(flat, out=flat_N if numel == flat_N.numel() else flat_N[:numel])
+    return True
 
 
 def is_aliased(tensor: Tensor) -> bool:

@@ -79,6 +79,7 @@ class CommSession:
     pipeline: PipelineLinks | None = None  # between the ranks that hold the stages of one model
     layers: Recorder | None = None  # of the collectives of layers, in the program's tensor groups
     leave: list[Callable[[], None]] = field(default_factory=list)  # of layers that use ``groups``
+    memory_line: str = ""  # which communicators use registered memory; "": that was not asked for
 
     def place(self, kind: GroupKind, comms: Sequence[Comm]) -> None:
         """Use ``comms`` for this rank's group of one kind: first "holders" or "node"."""
@@ -137,6 +138,13 @@ class CommSession:
         apart = (*self.ties.values(), *self.experts.values(), *self.copies)
         comms = (*apart, self.reductions, self.gathers, self.world)
         hops = [part for comm in comms for part in (comm, *getattr(comm, "hops", ()))]
+        return list({id(comm): comm for comm in hops}.values())
+
+    @property
+    def comms_of_units(self) -> list[Comm]:
+        """Those that gather parameters and reduce gradients, and the hops of such with two."""
+        comms = (self.gathers, self.reductions, *self.experts.values())
+        hops = [part for comm in comms for part in getattr(comm, "hops", (comm,))]
         return list({id(comm): comm for comm in hops}.values())
 
     @property

@@ -32,7 +32,8 @@ so that clipping does not read it back (ADR 0008).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +45,7 @@ from zeroshard.core.tiers import Tier
 from zeroshard.errors import UnsupportedError
 from zeroshard.memory import storage
 from zeroshard.offload.swapped_storage import distinct
+from zeroshard.zero.grad_ledger import report, report_new
 from zeroshard.zero.held_grads import DROP, GradEdit, HeldGrads, apply
 from zeroshard.zero.unit import Unit, offloaded_error
 
@@ -61,15 +63,13 @@ of a group once, while they are copied: then they and the slots are in memory.
 """
 
 
+_first: Callable[[tuple[int, Tensor]], int] = itemgetter(0)
+
+
 def accumulate(into: Tensor, values: Tensor) -> None:
     """``into += values``, with a cast first: mixed-dtype kernels are many times slower on CPU."""
     into.add_(values if values.dtype == into.dtype else values.to(into.dtype))
 
-
-_CATEGORIES = ("gradients", "buckets", "scratch")
-_TRANSIENT = (1, 1, 2, 0, 0)
-_KEPT = (0, 0, 0, 0, 0)
-"""The category of each tensor of a buffer, in the order of :meth:`GradBuffer.report`."""
 
 Norms = list[tuple[int, Tensor]]
 """Pairs of a parameter's position in the model and the 2-norm of this rank's part of its gradient."""
@@ -97,6 +97,7 @@ class GradBuffer:
         group_numel: int | None = None,
     ) -> None:
         self.unit = unit
+        self.name = unit.name
         self._group_numel = GROUP_NUMEL if group_numel is None else group_numel
         self.pipeline_stage = pipeline_stage
         self.comm = comm
@@ -131,13 +132,14 @@ class GradBuffer:
         self.measure: Callable[[Tensor], Norms] | None = None  # set by the optimizer
         self.norms: Norms | None = None  # of a complete gradient, measured when it was stored
         self.tier = Tier.DEVICE  # HOST: offload_states() moved all gradients to the host
-        self._reported = [0, 0, 0]  # bytes in each of _CATEGORIES
+        self.reported = [0, 0, 0]  # bytes in each category of ``grad_ledger.py``
         self._num_params = len(unit.params)
         self._has_dtensors = bool(distributed(unit.params))
         # What the program finds in ``.grad`` between backward and step.
         self.stand_ins = HeldGrads(unit.params, [slot.fqn for slot in unit.layout.slots])
         self.addends: list[AddendSlots] = []  # one for each group of ranks with the same parts
         self._numels = [slot.numel for slot in unit.layout.slots]
+        self._is_matrix = self._numels == [unit.layout.full_numel]  # one parameter, and no padding
         self._places = [
             (slot.shape, _contiguous(slot.shape), slot.start) for slot in unit.layout.slots
         ]
@@ -206,29 +208,29 @@ class GradBuffer:
             unit.layout.full_numel, dtype=dtype, device=unit.full_N.device
         )
         self._views = None
-        self.report()
+        if self.reducing_N is None and self._reduced_S is None and self.reduced_N is None:
+            report_new(self, self.grads_N.untyped_storage().nbytes())
+        else:
+            self.report()
 
-    def _is_whole(self, grad: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the gradient's memory can be ``grads_N``: the unit has one parameter and no padding."""
+    def _is_whole(self, grad: Tensor) -> bool:
+        """Whether the gradient's memory can be ``grads_N`` of a unit with one parameter, not padded."""
+        dtype = self._local_dtype
+        if self.grads_N is not None or grad.dtype is not dtype or not grad.is_contiguous():
+            return False
+        memory = grad.untyped_storage()
         return (
-            len(self.unit.params) == 1
-            and grad.numel() == self.unit.layout.full_numel
-            and grad.dtype == dtype
-            and grad.is_contiguous()
+            memory.nbytes() == self._numels[0] * dtype.itemsize
+            and storage.uses(memory._cdata) <= 2  # ``a + b.view(...)`` gives both inputs one memory
+            and not grad.requires_grad  # else it has a graph, and the program uses it too
             and not grad.is_conj()  # else the memory has other values than the gradient
             and not grad.is_neg()
-            and not grad.requires_grad  # else it has a graph, and the program uses it too
-            and grad.untyped_storage().nbytes() == grad.nbytes
-            and not storage.is_aliased(grad)  # ``a + b.view(...)`` gives both inputs one memory
         )
 
     def adopt(self, grad: Tensor) -> None:
         """Make the gradient's own memory ``grads_N``. Nothing else may refer to it."""
         self.grads_N, self._views = grad.view(-1), None
-        kind = (_TRANSIENT if self.transient else _KEPT)[0]
-        self._reported[kind] += grad.nbytes
-        tier = Tier.DEVICE if kind else self.tier
-        self.ledger.hold(_CATEGORIES[kind], self.unit.name, self._reported[kind], tier)
+        report_new(self, grad.nbytes)
 
     @property
     def views(self) -> list[Tensor]:
@@ -331,11 +333,7 @@ class GradBuffer:
                 self._lent[index] = self.filled[index] = self.has_grad[index] = False
             return False
         if self._lent[index]:
-            self._lent[index] = False
-            if grad is not self.views[index]:  # with create_graph=True the sum is a new tensor
-                self.views[index].copy_(grad.detach())
-            self.num_ready += 1
-            return self.num_ready == self._num_params
+            return self._end_loan(index, grad)
         if self._has_dtensors and type(param) in KINDS:
             slots = self.slots_of(index)
             grad = local_grad(param, grad) if slots is None else slots.local(index, param, grad)
@@ -347,19 +345,34 @@ class GradBuffer:
         if self.rescale is not None:
             grad = _product(grad, self.rescale)
         if self.filled[index]:
-            if self._waiting:
-                self.copy_waiting()
-            self._promote()
-            accumulate(self.views[index], grad)
+            self._add(index, grad)
         else:
             self.filled[index] = self.has_grad[index] = True
-            self._waiting[index] = grad
-            self._waiting_numel += self._numels[index]
+            if self._is_matrix and self._is_whole(grad):
+                self.adopt(grad)
+            else:
+                self._waiting[index] = grad
+                self._waiting_numel += self._numels[index]
         self.num_ready += 1
         is_last = self.num_ready == self._num_params
         if self._waiting and (is_last or self._waiting_numel > self._group_numel):
             self.copy_waiting()
         return is_last
+
+    def _end_loan(self, index: int, grad: Tensor) -> bool:
+        """Autograd has added a gradient to a slot. Returns what :meth:`take_grad` does."""
+        self._lent[index] = False
+        if grad is not self.views[index]:  # with create_graph=True the sum is a new tensor
+            self.views[index].copy_(grad.detach())
+        self.num_ready += 1
+        return self.num_ready == self._num_params
+
+    def _add(self, index: int, grad: Tensor) -> None:
+        """Add a second gradient of a parameter to its slot."""
+        if self._waiting:
+            self.copy_waiting()
+        self._promote()
+        accumulate(self.views[index], grad)
 
     def holds_more(self, index: int) -> bool:
         """Whether the slot has a gradient of this step that is not in ``param.grad``."""
@@ -376,15 +389,16 @@ class GradBuffer:
         self._waiting.clear()
         self._waiting_numel = 0
         if self.grads_N is None:
-            if self._is_whole(grads[0], self._local_dtype):
-                self.adopt(grads[0])
-                return
             self._allocate(self._local_dtype)
-        views = [self.views[index] for index in slots]
         if torch.is_grad_enabled():  # with create_graph=True gradients have a graph
             grads = [grad.detach() for grad in grads]
         self.ledger.count_peak("scratch", numel * grads[0].element_size())
-        torch._foreach_copy_(views, grads)
+        if self.unit.layout.is_dense and len(grads) == self._num_params:
+            assert self.grads_N is not None
+            in_order = [grad for _, grad in sorted(zip(slots, grads, strict=True), key=_first)]
+            if storage.join_into(self.grads_N, in_order):  # else each slot needs a view
+                return
+        torch._foreach_copy_([self.views[index] for index in slots], grads)
 
     def _promote(self) -> None:
         """Convert ``grads_N`` to the accumulation dtype, if a sum was not expected when it was made."""
@@ -479,9 +493,10 @@ class GradBuffer:
         self._waiting, self._waiting_numel = {}, 0
         if self._is_lent:
             self._take_back()
-        self.reducing_N = self.reduce_result_S = None
-        self.reduced_S = self.reduced_N = None
-        self.discard_reduced()
+        self.reducing_N = self.reduce_result_S = self._reduced_S = self.reduced_N = None
+        self.is_stored, self.norms = False, None
+        if self.store is not None:
+            self.store.free()
         self.filled = [False] * len(self.filled)
         self.has_grad = [False] * len(self.has_grad)
         self.num_ready = 0
@@ -521,40 +536,17 @@ class GradBuffer:
         self.tier = tier
         held_nbytes = sum(here.nbytes for here in held)
         self.ledger.hold("gradients", self.unit.name, held_nbytes, tier)
-        self._reported[0] = held_nbytes
+        self.reported[0] = held_nbytes
+
+    def flats(self) -> tuple[Tensor | None, ...]:
+        """See :class:`~zeroshard.zero.grad_ledger.HoldsGrads`."""
+        return (
+            self.grads_N, self.reducing_N, self.reduce_result_S, self._reduced_S, self.reduced_N,
+        )  # fmt: skip
 
     def report(self) -> None:
         """Report to the ledger the bytes held here."""
         report([self])
-
-
-def report(buffers: Iterable[GradBuffer]) -> None:
-    """Report to the ledger the bytes held by buffers of one engine that changed at the same time."""
-    changes: dict[tuple[str, Tier], list[tuple[str, int]]] = {}
-    ledger: Ledger | None = None
-    for buffer in buffers:
-        ledger, name = buffer.ledger, buffer.unit.name
-        held, seen = [0, 0, 0], []
-        flats = (
-            buffer.grads_N, buffer.reducing_N, buffer.reduce_result_S, buffer._reduced_S,
-            buffer.reduced_N,
-        )  # fmt: skip
-        for kind, flat in zip(_TRANSIENT if buffer.transient else _KEPT, flats, strict=True):
-            if flat is not None:
-                memory = flat.untyped_storage()
-                if (address := memory._cdata) not in seen:  # slices of one storage count once
-                    seen.append(address)
-                    held[kind] += memory.nbytes()
-        before, buffer._reported = buffer._reported, held
-        if held == before:
-            continue
-        for kind, nbytes in enumerate(held):
-            if nbytes != before[kind]:
-                key = _CATEGORIES[kind], Tier.DEVICE if kind else buffer.tier
-                changes.setdefault(key, []).append((name, nbytes))
-    if ledger is not None:
-        for (category, tier), changed in changes.items():
-            ledger.hold_all(category, changed, tier)
 
 
 def _product(grad: Tensor, factor: Tensor) -> Tensor:

@@ -67,7 +67,6 @@ from zeroshard.zero.saved_views import SavedViews, forget_views
 IN_FORWARD = -1
 """The number of the running graph task, if there is none."""
 
-
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that runs on this thread. A backward inside a backward has its own."""
 
@@ -528,7 +527,8 @@ class StepHooks:
             self.program_hooks.check(number, param)
         if buffer.take_grad(index, param):
             wrapped.missing_units -= 1
-            self._release(wrapped)  # before the reduction, which needs memory
+            if wrapped.missing_units <= 0:
+                self._release(wrapped)  # before the reduction, which needs memory
             self.reducer.finish_buffer(buffer)
 
     def _set_aside(self, latest: int) -> None:
@@ -751,9 +751,9 @@ def _copy_own_views(wrapped: WrappedModule, output: Any) -> Any:
     Such a view is valid only while the module is full, and the output is used after that.
     """
     storage_ids = wrapped.storage_ids
-    if not storage_ids or not any(
-        _is_view_in(storage_ids, tensor) for tensor in tensors_in(output)
-    ):
+    if not storage_ids or type(output) is Tensor:
+        return output.clone() if storage_ids and _is_view_in(storage_ids, output) else output
+    if not any(_is_view_in(storage_ids, tensor) for tensor in tensors_in(output)):
         return output
 
     def copied(value: Any) -> Any:

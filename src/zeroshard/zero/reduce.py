@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import joining
+from zeroshard.comm.collectives import ProcessGroupComm, joining
 from zeroshard.errors import UsageError
 from zeroshard.memory.storage import real_view
-from zeroshard.zero.gradients import GradBuffer, report
+from zeroshard.zero.grad_ledger import report, report_begun, report_empty, report_ended
+from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.held_grads import DROP, GradEdit, HeldGrad, HeldGrads
 
 if TYPE_CHECKING:
@@ -44,9 +45,30 @@ class _Reduction(NamedTuple):
     result_S: Tensor
 
 
+@dataclass(eq=False)
+class GradLaunch:
+    """Buffers that are reduced by one call. ``comm``: the one that can do it; None: it is one buffer.
+
+    ``apart``: results have memory of their own and stay there, so the bytes of each change are known.
+    """
+
+    buffers: tuple[GradBuffer, ...]
+    comm: ProcessGroupComm | None = field(init=False)
+    apart: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        several = len(self.buffers) > 1
+        self.comm = joining(self.buffers[0].comm) if several else None
+        self.apart = several and all(
+            buffer.transient and buffer.comm.size > 1 and buffer.store is None
+            for buffer in self.buffers
+        )
+
+
 class _InFlight(NamedTuple):
     handle: Handle
-    reductions: Sequence[_Reduction]  # that were started together
+    launch: GradLaunch
+    reductions: Sequence[_Reduction]
 
 
 class BackwardKind(NamedTuple):
@@ -87,7 +109,7 @@ class GradReducer:
     _accumulates: bool = False  # the running step sums several micro-batches
     _next: int = 0  # in ``_launches``
     _running: list[GradBuffer] = field(default_factory=list)  # of the running backward's stage
-    _launches: list[list[GradBuffer]] = field(default_factory=list)  # the same, by launch
+    _launches: list[GradLaunch] = field(default_factory=list)  # the same, by launch
     _in_flight: deque[_InFlight] = field(default_factory=deque)
 
     @cached_property
@@ -106,7 +128,7 @@ class GradReducer:
         return {stage: [b for b in self.order if b.pipeline_stage == stage] for stage in stages}
 
     @cached_property
-    def _launches_of(self) -> dict[int | None, list[list[GradBuffer]]]:
+    def _launches_of(self) -> dict[int | None, list[GradLaunch]]:
         """The buffers of each pipeline stage by launch: those of a group are reduced together."""
         return {stage: _open_ended(_by_launch(buffers)) for stage, buffers in self._orders.items()}
 
@@ -134,7 +156,7 @@ class GradReducer:
         buffer.complete = True
         launches = self._launches
         while self.reducing and self._next < len(launches):
-            for other in launches[self._next]:
+            for other in launches[self._next].buffers:
                 if not other.complete:
                     return
             self._launch_next()
@@ -150,41 +172,47 @@ class GradReducer:
             self._launch_next()
         for buffer in self._running:  # gradients that arrived after their buffer's reduction
             if buffer.grads_N is not None:
-                self._launch([buffer])
+                self._launch(GradLaunch((buffer,)))
         self._drain(0)
 
     def _launch_next(self) -> None:
-        buffers = self._launches[self._next]
+        launch = self._launches[self._next]
         self._next += 1
-        self._launch(buffers)
+        self._launch(launch)
 
     # ------------------------------------------------------------------ one launch
 
-    def _launch(self, buffers: Sequence[GradBuffer]) -> None:
-        """Start the reductions of some buffers: of one, or of a group."""
+    def _launch(self, launch: GradLaunch) -> None:
+        """Start the reductions of one buffer or of a group."""
+        buffers = launch.buffers
+        is_first = launch.apart and not [b for b in buffers if b.reducing_N is not None]
+        sums = [id(buffer.grads_N) for buffer in buffers]  # as reported
         reductions = [self._opened(buffer) for buffer in buffers]
         handle = (
             self._reduce_scatter(*reductions[0])
-            if len(reductions) == 1
-            else self._joint_reduce_scatter(reductions)
+            if launch.comm is None
+            else self._joint_reduce_scatter(launch.comm, reductions)
         )
-        self._in_flight.append(_InFlight(handle, reductions))
+        self._in_flight.append(_InFlight(handle, launch, reductions))
         for buffer, grads_N, result_S in reductions:
             buffer.begin_reduction(grads_N, result_S)
-        report(buffers)
+        if is_first and sums == [id(grads_N) for _, grads_N, _ in reductions]:
+            report_begun(buffers, [result_S.nbytes for _, _, result_S in reductions])
+        else:
+            report(buffers)
         self._drain(self.in_flight_limit)
 
     def _opened(self, buffer: GradBuffer) -> _Reduction:
         """What the reduction of a buffer reads and writes. The buffer is empty afterwards."""
-        unit, layout = buffer.unit, buffer.unit.layout
+        layout = buffer.unit.layout
         if buffer.is_stored:
             buffer.prefetch()  # read back during the reduction, which adds to it
-        grads_N = buffer.detach_local()
+        grads_N, dtype = buffer.detach_local(), buffer.unit.row.reduce
         if self.predivide != 1.0:
             real_view(grads_N).div_(self.predivide)
-        if grads_N.dtype != unit.row.reduce:
-            with buffer.ledger.lend("cast", layout.full_numel * unit.row.reduce.itemsize):
-                grads_N = grads_N.to(unit.row.reduce)
+        if grads_N.dtype is not dtype:
+            with buffer.ledger.lend("cast", layout.full_numel * dtype.itemsize):
+                grads_N = grads_N.to(dtype)
         if buffer.transient and buffer.comm.size > 1:
             result_S = grads_N.new_empty(layout.shard_numel)
         else:  # grads_N is kept
@@ -197,29 +225,32 @@ class GradReducer:
             real_view(target_S), real_view(grads_N), name=buffer.unit.name
         )
 
-    def _joint_reduce_scatter(self, reductions: Sequence[_Reduction]) -> Handle:
-        first = reductions[0].buffer
-        comm = joining(first.comm)
-        assert comm is not None, "only such buffers are in one launch"
+    def _joint_reduce_scatter(
+        self, comm: ProcessGroupComm, reductions: Sequence[_Reduction]
+    ) -> Handle:
         return comm.joint_reduce_scatter(
-            [real_view(each.result_S) for each in reductions],
-            [real_view(each.grads_N) for each in reductions],
-            name=first.unit.group,
+            [real_view(result_S) for _, _, result_S in reductions],
+            [real_view(grads_N) for _, grads_N, _ in reductions],
+            name=reductions[0].buffer.unit.group,
         )
 
     def _drain(self, keep: int) -> None:
+        widen = self.eager and self._accumulates
         while len(self._in_flight) > keep:
-            handle, reductions = self._in_flight.popleft()
+            handle, launch, reductions = self._in_flight.popleft()
             handle.wait()
+            buffers = launch.buffers
+            is_first = launch.apart and not widen and not self.whole
+            if is_first:
+                is_first = not [b for b in buffers if b.is_reduced or b.grads_N is not None]
             for buffer, grads_N, result_S in reductions:
                 buffer.end_reduction(
-                    grads_N,
-                    result_S,
-                    widen=self.eager and self._accumulates,
-                    whole=self.whole,
-                    complete=self._completes,
+                    grads_N, result_S, widen=widen, whole=self.whole, complete=self._completes
                 )
-            report([each.buffer for each in reductions])
+            if is_first:
+                report_ended(buffers, [result_S.nbytes for _, _, result_S in reductions])
+            else:
+                report(buffers)
 
     # ------------------------------------------------------------------ what the program sees
 
@@ -317,8 +348,8 @@ class GradReducer:
         if left:
             self.reducing, self.waiting, self._running, self._launches = True, False, [], []
             self._completes = True
-            for buffers in _by_launch(left):
-                self._launch(buffers)
+            for launch in _by_launch(left):
+                self._launch(launch)
             self._drain(0)
         for sums in self.copy_sums:
             sums.finish()
@@ -397,7 +428,7 @@ class GradReducer:
         """Free the gradients after the update."""
         for buffer in self.buffers:
             buffer.reset()
-        report(self.buffers)
+        report_empty(self.buffers)
         for sums in self.copy_sums:
             sums.reset()
         if self.fragments is not None:
@@ -406,26 +437,27 @@ class GradReducer:
         self._running, self._launches = [], []
 
 
-def _by_launch(buffers: Iterable[GradBuffer]) -> list[list[GradBuffer]]:
+def _by_launch(buffers: Iterable[GradBuffer]) -> list[GradLaunch]:
     """Neighbours that one launch reduces: units of one group, over a communicator that can do that."""
 
     def key(buffer: GradBuffer) -> tuple[object, ...]:
         joins = buffer.unit.group and joining(buffer.comm) is not None
         return (buffer.unit.group, id(buffer.comm)) if joins else (id(buffer),)
 
-    return [list(members) for _, members in groupby(buffers, key)]
+    return [GradLaunch(tuple(members)) for _, members in groupby(buffers, key)]
 
 
-def _open_ended(launches: list[list[GradBuffer]]) -> list[list[GradBuffer]]:
+def _open_ended(launches: list[GradLaunch]) -> list[GradLaunch]:
     """The same launches, but the last group's units are reduced one by one if they are resident.
 
     Backward has nothing left behind which the launch of the last block could run, so each of its matrices
     is reduced while the gradients of the next are computed. What is no matrix comes last: the block
     begins with a norm. At stage 3 the block would need more collectives than three.
     """
-    groups = [at for at, buffers in enumerate(launches) if len(buffers) > 1]
-    if not groups or not launches[groups[-1]][0].unit.resident:
+    groups = [at for at, launch in enumerate(launches) if len(launch.buffers) > 1]
+    if not groups or not launches[groups[-1]].buffers[0].unit.resident:
         return launches
     last = groups[-1]
-    matrices_first = sorted(launches[last], key=lambda buffer: len(buffer.unit.params) > 1)
-    return [*launches[:last], *([buffer] for buffer in matrices_first), *launches[last + 1 :]]
+    matrices_first = sorted(launches[last].buffers, key=lambda buffer: len(buffer.unit.params) > 1)
+    alone = [GradLaunch((buffer,)) for buffer in matrices_first]
+    return [*launches[:last], *alone, *launches[last + 1 :]]

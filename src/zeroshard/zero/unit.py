@@ -57,6 +57,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroshard.comm.dtensors import KINDS, distributed, local_of
+from zeroshard.comm.registered import memory_of
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DistributedError, UnitStateError, UsageError
@@ -64,11 +65,8 @@ from zeroshard.memory.storage import has_more_uses, resize, uses
 from zeroshard.offload.shard_store import AllocateShard, MemoryShardStore, ShardStore
 from zeroshard.watchdog.findings import READ
 from zeroshard.zero import sharded_parameter
+from zeroshard.zero.full_params import FullParams
 from zeroshard.zero.materialize import ParamScatterer
-
-_set_versions = torch._C._autograd._unsafe_set_version_counter
-_increment_version: Callable[[Iterable[Tensor]], None] = torch._C._increment_version  # type: ignore[attr-defined]
-_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm, Handle
@@ -111,6 +109,12 @@ _TRANSITIONS = frozenset(
         (UnitState.OFFLOADED, UnitState.FULL),
     ]
 )
+
+
+_BEFORE = {
+    state: frozenset(before for before, after in _TRANSITIONS if after is state)
+    for state in UnitState
+}
 
 
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()  # all of this process
@@ -172,11 +176,11 @@ class Unit:
         self._update_failed = False  # the asynchronous update failed, and its error was raised
         self._versions: _unsafe_preserve_version_counter | None = None
         self._weak_self = weakref.ref(self)
-        self._make_storage(device)
-        part = self.full_N
-        if not resident:
-            room = room or (lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device))
-            part = room(layout.shard_numel, row.param)
+        self._memory = memory_of(comm)  # for what collectives read and write
+        room = room or (lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device))
+        with self._memory.use():
+            self._make_storage(device)
+            part = self.full_N if resident else room(layout.shard_numel, row.param)
         low, high = layout.shard_range(comm.rank)
         scatterer = ParamScatterer(
             layout, part, 0 if resident else low, comm=comm, name=name, device=device
@@ -186,7 +190,7 @@ class Unit:
         self.store = store_of(self.shard_S)
         self._report_shard(self.store.tier)
         if not resident:
-            free([self])
+            free([self], self.full_params)
 
     def _make_storage(self, device: torch.device) -> None:
         """Make ``full_N`` and its views. It has memory from now on if the unit is resident."""
@@ -199,6 +203,9 @@ class Unit:
         # Like all views, valid only while the storage has memory.
         self.own_part_S = self.full_N[slice(*layout.shard_range(self.comm.rank))]
         self.full_nbytes = self.full_N.nbytes
+        # Fake tensors have no memory that could be read, and their mode holds some.
+        is_fake = type(self.full_N) is FakeTensor
+        self._uses: Callable[[int], int] = _too_many if is_fake else uses
         # Equal for every view of full_N.
         self.storage_id: int = self.full_N.untyped_storage()._cdata
         _units.add(self)
@@ -217,15 +224,7 @@ class Unit:
             self._adopt(param, slot, view, scatterer)
             for param, slot, view in zip(params, self.layout.slots, self._views, strict=True)
         )
-        self._placeholders = [sharded_parameter.nan_placeholder(param) for param in self.params]
-        self._kinds = [type(param) for param in self.params]
-        # A write into a DTensor is counted by it or, through to_local(), by its local tensor.
-        self._versioned = (
-            *self.params, *(self._views[at] for at in distributed(self.params))
-        )  # fmt: skip
-        self._has_dtensors = len(self._versioned) > len(self.params)
-        # Of each view: a parameter is in its place if it has these in the unit's storage.
-        self._places = [(view.storage_offset(), view.stride()) for view in self._views]
+        self.full_params = FullParams(self.params, self._views)
         # Full DTensors are the views themselves, other parameters hold the storage too.
         self.param_uses = len(self.params) - len(distributed(self.params))
         self.saved_of: dict[int, int] = {}  # new uses after a forward: views that autograd saved
@@ -281,17 +280,23 @@ class Unit:
 
         Raises as :meth:`unshard` does.
         """
-        if self.state is not UnitState.SHARDED:
-            if not self.is_sharded:
-                self.check_not_offloaded()
-                return False
-            self._end_update()
+        if not self.prepare_gather():
+            return False
         self._allocate()  # if this or the next line raises, the unit stays SHARDED
         try:
             self.store.open_gather()
         except BaseException:
             self.cancel_gather()
             raise
+        return True
+
+    def prepare_gather(self) -> bool:
+        """Wait for an update that runs. False: the unit is not sharded. Raises as :meth:`unshard`."""
+        if self.state is not UnitState.SHARDED:
+            if not self.is_sharded:
+                self.check_not_offloaded()
+                return False
+            self._end_update()
         return True
 
     def cancel_gather(self) -> None:
@@ -321,16 +326,17 @@ class Unit:
             )
         handle, self.handle = self.handle, None
         handle.wait()
-        end_gathers([self])
+        self._full_versions = end_gathers([self], self.full_params)
+        self.store.close_gather(self.own_part_S)
 
     def reshard(self) -> None:
         """Write back edits and free the full parameters, unless the unit is resident or pinned."""
         if not self.can_reshard():
             return
-        versions = tuple([tensor._version for tensor in self._versioned])
+        versions = self.full_params.versions()
         edited = self.rebind_storage() or versions != self._full_versions
         self.store.write_back(self.own_part_S, edited=edited)
-        free([self])
+        free([self], self.full_params)
 
     def can_reshard(self) -> bool:
         """Whether :meth:`reshard` frees anything. Then the all-gather has ended, if there was one."""
@@ -351,19 +357,19 @@ class Unit:
         if self.resident or not self.is_allocated:
             return
         self.wait_for_unshard()
-        free([self])
+        free([self], self.full_params)
         if for_keeping:
             self._left = None
 
     def _allocate(self) -> None:
         """Give ``full_N`` memory, with undefined contents. See ``memory/storage.py``."""
         if self._has_storage:
-            resize(self.full_N, self.full_nbytes)
+            self._memory.resize(self.full_N, self.full_nbytes)
         else:
             self._take_storage()
         if not self.is_allocated:
-            self.expected_uses = self._count_uses()
-        self.is_allocated = True
+            self.expected_uses = self._uses(self.storage_id)
+            self.is_allocated = True
 
     def _free(self) -> None:
         """Free the memory of ``full_N``, unless another holder has it."""
@@ -372,8 +378,7 @@ class Unit:
         self.is_allocated = False
 
     def _count_uses(self) -> int:
-        # Fake tensors have no memory that could be read, and their mode holds some.
-        return sys.maxsize if type(self.full_N) is FakeTensor else uses(self.storage_id)
+        return self._uses(self.storage_id)
 
     def _leave_storage(self) -> None:
         """Leave the storage with its values to those who hold it. The next use takes another one."""
@@ -408,7 +413,7 @@ class Unit:
         if self._uses_before >= 0:
             self._own_uses += max(0, self._count_uses() - self._uses_before)
             self._uses_before = -1
-        _increment_version(self._versioned)
+        self.full_params.increment_versions()
 
     def all_gather_updated(
         self,
@@ -431,7 +436,7 @@ class Unit:
         if self.resident or self.pin_count:
             self.fingerprint = None
             self._transition(UnitState.GATHERING if updating is None else UnitState.UPDATING)
-            _mark_sharded([self])
+            self.full_params.hide()
             if updating is None:
                 self.store.open_gather()
                 self._start_gather()
@@ -513,10 +518,10 @@ class Unit:
         self.reshard()
         self.store.cancel_prefetch()
         self.is_aliased = self.resident and has_more_uses(self.storage_id, self._own_uses)
-        self._versions = _unsafe_preserve_version_counter(self._versioned)
-        torch.autograd.graph.increment_version(self._versioned)
+        self._versions = _unsafe_preserve_version_counter(self.full_params.versioned)
+        self.full_params.increment_versions()
         if self.resident:
-            _mark_sharded([self])
+            self.full_params.hide()
         self._transition(UnitState.OFFLOADED)
         if self.store.tier is not Tier.DEVICE or self.is_aliased:
             return []
@@ -529,7 +534,7 @@ class Unit:
             return
         self._transition(UnitState.FULL if self.resident else UnitState.SHARDED)
         if self.resident:
-            _mark_unsharded([self])
+            self._full_versions = self.full_params.show()
         assert self._versions is not None
         self._versions.__exit__()
         self._versions = None
@@ -574,20 +579,11 @@ class Unit:
         """
         if self.state is not UnitState.FULL:
             return False
-        here = [local_of(param) for param in self.params] if self._has_dtensors else self.params
-        moved = [
-            index
-            for index, (local, view, (offset, strides)) in enumerate(
-                zip(here, self._views, self._places, strict=True)
-            )
-            if not _is_alias_of(local, view)
-            or local.storage_offset() != offset
-            or local.stride() != strides
-        ]
+        moved = self.full_params.moved()
         if not moved:
             return False
         for index in moved:
-            param, values = self.params[index], here[index]
+            param, values = self.params[index], local_of(self.params[index])
             view, slot = self._views[index], self.layout.slots[index]
             _check_assigned(values, slot, view)
             storage_id = values.untyped_storage()._cdata
@@ -661,7 +657,7 @@ class Unit:
         if self.state is UnitState.GATHERING:
             self.handle = None
             self._transition(UnitState.FULL)
-            _mark_unsharded([self])
+            self.full_params.show()
         self.pin_count = 0
         self.discard_unsharded()
         for param in self.params:
@@ -677,7 +673,7 @@ class Unit:
 # ---------------------------------------------------------------------- several units at once
 #
 # A group of units passes through the edges of a step together (``zero/unit_group.py``). What is done for
-# all of them in one call costs as much host time as for one.
+# all of them in one call costs as much host time as for one. ``params``: those of all ``units``.
 
 
 def begin_gathers(units: Sequence[Unit]) -> None:
@@ -686,28 +682,46 @@ def begin_gathers(units: Sequence[Unit]) -> None:
     units[0].ledger.hold_all("gathered", [(unit.name, unit.full_nbytes) for unit in units])
 
 
-def end_gathers(units: Sequence[Unit]) -> None:
-    """Make units full whose all-gathers have ended."""
+def open_gathers(units: Sequence[Unit]) -> None:
+    """:meth:`Unit.open_gather` of sharded units whose stores are in memory. On an error, of none."""
+    try:
+        for unit in units:
+            unit._allocate()
+    except BaseException:
+        for unit in units:
+            unit.cancel_gather()
+        raise
+
+
+def end_gathers(units: Sequence[Unit], params: FullParams) -> tuple[int, ...]:
+    """Make units full whose all-gathers have ended. Their stores are told by the caller.
+
+    Returns the versions of the parameters.
+    """
     _transition(units, UnitState.FULL)
-    for unit in units:
-        unit.store.close_gather(unit.own_part_S)
-    _mark_unsharded(units)
+    return params.show()
 
 
-def free(units: Sequence[Unit]) -> None:
+def free(units: Sequence[Unit], params: FullParams) -> None:
     """Free full parameters whose values the stores have."""
     _transition(units, UnitState.SHARDED)
-    _mark_sharded(units)
+    params.hide()
     for unit in units:
-        if unit._has_storage and has_more_uses(unit.storage_id, unit.expected_uses):
-            unit._leave_storage()
-        unit._free()
+        if unit._has_storage:
+            if uses(unit.storage_id) > unit.expected_uses and has_more_uses(
+                unit.storage_id, unit.expected_uses
+            ):
+                unit._leave_storage()
+            else:
+                resize(unit.full_N, 0)
+        unit.is_allocated = False
     units[0].ledger.hold_all("gathered", [(unit.name, 0) for unit in units])
 
 
 def _transition(units: Sequence[Unit], to: UnitState) -> None:
+    before = _BEFORE[to]
     for unit in units:
-        if (unit.state, to) not in _TRANSITIONS:
+        if unit.state not in before:
             raise UnitStateError(
                 f"unit {unit.name!r} cannot go from {unit.state.value} to {to.value}. A forward "
                 "or backward hook ran in the wrong order. Please report this with the structure "
@@ -716,32 +730,8 @@ def _transition(units: Sequence[Unit], to: UnitState) -> None:
         unit.state = to
 
 
-def _mark_sharded(units: Sequence[Unit]) -> None:
-    """Put placeholders into the parameters and raise their versions.
-
-    Backward reads the memory of saved tensors directly, without consulting the class of a parameter.
-    Because the version differs, autograd raises an error instead.
-    """
-    sharded_parameter.mark_sharded(
-        [param for unit in units for param in unit.params],
-        [nothing for unit in units for nothing in unit._placeholders],
-    )
-    _increment_version([tensor for unit in units for tensor in unit._versioned])
-
-
-def _mark_unsharded(units: Sequence[Unit]) -> None:
-    sharded_parameter.mark_unsharded(
-        [param for unit in units for param in unit.params],
-        [view for unit in units for view in unit._views],
-        [kind for unit in units for kind in unit._kinds],
-    )
-    versioned = tuple([tensor for unit in units for tensor in unit._versioned])
-    versions = tuple([tensor._version - 1 for tensor in versioned])
-    _set_versions(versioned, versions)
-    end = 0
-    for unit in units:
-        begin, end = end, end + len(unit._versioned)
-        unit._full_versions = versions[begin:end]
+def _too_many(_address: int) -> int:
+    return sys.maxsize
 
 
 def _never_lone(_name: str) -> bool:

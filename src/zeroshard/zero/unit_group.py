@@ -15,40 +15,41 @@ import torch
 from zeroshard.comm.collectives import ProcessGroupComm, joining
 from zeroshard.core.tiers import Tier
 from zeroshard.offload.shard_store import MemoryShardStore
-from zeroshard.zero.unit import Unit, UnitState, begin_gathers, end_gathers, free
+from zeroshard.zero.full_params import FullParams
+from zeroshard.zero.unit import Unit, UnitState, begin_gathers, end_gathers, free, open_gathers
 
 
 class UnitGroup:
-    """Units that share a communicator, whose shards are in the memory of the device."""
+    """Units that share a communicator, whose shards are in the memory of the device.
+
+    Their stores have nothing to do when an all-gather begins or ends, and do not ask for edits.
+    """
 
     def __init__(self, units: Sequence[Unit], comm: ProcessGroupComm) -> None:
         self.name = units[0].group
         self.units = tuple(units)
         self._comm = comm
+        self._params = FullParams.of_all(unit.full_params for unit in units)
 
     def unshard(self) -> None:
         """Start the all-gather of all units that are sharded, as one launch.
 
         Raises as :meth:`Unit.unshard` does; units that were sharded before are so after an error too.
         """
-        opened: list[Unit] = []
-        try:
-            for unit in self.units:
-                if not unit.is_allocated and unit.open_gather():
-                    opened.append(unit)
-        except BaseException:
-            for unit in opened:
-                unit.cancel_gather()
-            raise
-        if not opened:
+        sharded = [unit for unit in self.units if not unit.is_allocated]
+        if not sharded:
             return
-        begin_gathers(opened)
+        for unit in sharded:
+            if unit.state is not UnitState.SHARDED:
+                unit.prepare_gather()
+        open_gathers(sharded)
+        begin_gathers(sharded)
         handle = self._comm.joint_all_gather(
-            [unit.full_N for unit in opened],
-            [unit.store.shard_S for unit in opened],
+            [unit.full_N for unit in sharded],
+            [unit.store.shard_S for unit in sharded],
             name=self.name,
         )
-        for unit in opened:
+        for unit in sharded:
             unit.handle = handle
 
     def wait_for_unshard(self) -> None:
@@ -60,25 +61,33 @@ class UnitGroup:
         if not waiting:
             return
         handle = waiting[0].handle
-        if handle is None or any(unit.handle is not handle for unit in waiting):
+        if handle is None or [unit for unit in waiting if unit.handle is not handle]:
             for unit in waiting:  # gathered apart, or not at all
                 unit.wait_for_unshard()
             return
         for unit in waiting:
             unit.handle = None
         handle.wait()
-        end_gathers(waiting)
+        end_gathers(waiting, self._params_of(waiting))
 
     def reshard(self) -> None:
         """Write back edits by one copy, and free the full parameters of all units that are not pinned."""
         leaving = [unit for unit in self.units if unit.is_allocated and unit.can_reshard()]
         if not leaving:
             return
-        for unit in leaving:
-            unit.rebind_storage()
+        params = self._params_of(leaving)
+        if params.moved():
+            for unit in leaving:
+                unit.rebind_storage()
         shards, parts = [u.store.shard_S for u in leaving], [u.own_part_S for u in leaving]
         torch._foreach_copy_(shards, parts)
-        free(leaving)
+        free(leaving, params)
+
+    def _params_of(self, units: Sequence[Unit]) -> FullParams:
+        """The parameters of some of this group's units, in the group's order."""
+        if len(units) == len(self.units):
+            return self._params
+        return FullParams.of_all(unit.full_params for unit in units)
 
 
 def groups_of(units: Iterable[Unit]) -> list[UnitGroup]:

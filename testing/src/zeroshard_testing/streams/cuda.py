@@ -15,6 +15,7 @@ import torch
 from zeroshard_testing.streams.clocks import Clock
 from zeroshard_testing.streams.machine import Machine, StreamLine
 from zeroshard_testing.streams.patches import Patches
+from zeroshard_testing.streams.pools import pools_of
 from zeroshard_testing.streams.tensor_patches import number_of
 from zeroshard_testing.streams.tensors import Storages
 
@@ -407,6 +408,7 @@ class CudaPatches:
             "can_device_access_peer": always(True),
             "cudart": lambda: _Cudart(self._storages),
             "host_memory_stats": always({}),
+            **pools_of(machine),
         }
 
     def _of_accelerator(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ again at once, to the next operation of the stream that it was allocated on.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,12 @@ Range = tuple[MemoryBlock, int, int]
 """A block with the first byte that is used and the one after the last."""
 
 
+def grows_segments() -> bool:
+    """Whether the allocator's settings let segments grow. Torch reads them when it starts."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in names)
+
+
 class HostThread(Timeline):
     """A host thread, its current device, its current stream on every device, and the locks it holds."""
 
@@ -32,6 +39,7 @@ class HostThread(Timeline):
         self.device = 0
         self.has_device = is_main
         self.streams: dict[int, StreamLine] = {}
+        self.pool = 0  # the number of the pool that it allocates from
         self.locks: Counter[int] = Counter()  # by number of the lock, how often it was acquired
 
 
@@ -57,6 +65,9 @@ class Counts:
     allocated_nbytes: int = 0
     pageable: int = 0
     copies: Counter[str] = field(default_factory=Counter)  # by direction, in bytes
+    # Bytes that collectives of NCCL read and wrote, by kind: in memory that NCCL knows, and in other.
+    registered: Counter[str] = field(default_factory=Counter)
+    unregistered: Counter[str] = field(default_factory=Counter)
 
 
 DEVICE_NBYTES = 80 << 30
@@ -215,6 +226,7 @@ class Machine:
 
         Raises:
             torch.OutOfMemoryError: the device has less memory.
+            RuntimeError: segments can grow, so a pool with an allocator of its own has none.
         """
         assert block.device is not None
         if self.live_nbytes[block.device] + block.nbytes > self.device_nbytes:
@@ -223,6 +235,9 @@ class Machine:
                 f"a total capacity of {self.device_nbytes} bytes."
             )
         self._touches_cuda("an allocation")
+        block.pool = self.thread().pool
+        if block.pool and grows_segments():
+            raise RuntimeError("torch.cuda.MemPool doesn't currently support expandable_segments.")
         line = self.current_stream(block.device)
         block.home = line
         if line.ticks:

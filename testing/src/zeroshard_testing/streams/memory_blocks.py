@@ -44,6 +44,7 @@ class MemoryBlock:
     is_pinned: bool = False
     is_cached: bool = False
     address: int = 0
+    pool: int = 0  # the number of the ``MemPool`` that it is in; 0: none
     made_by: Site = ()
     uses: list[Use] = field(default_factory=list)
     recorded: set[Timeline] = field(default_factory=set)  # of record_stream

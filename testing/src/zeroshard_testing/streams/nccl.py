@@ -126,6 +126,7 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
         self._name = ""
         self._is_aborted = self._has_lost_a_peer = False
         self._stuck: list[tuple[int, int]] = []
+        self.pools: set[int] = set()  # whose memory is registered
 
     def getBackendName(self) -> str:  # noqa: N802
         """The name that torch knows groups without a network by."""
@@ -159,6 +160,35 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
             while self._stuck:
                 self._machine.release(self._stuck.pop())
 
+    @property
+    def mem_allocator(self) -> object:
+        """NCCL's allocator."""
+        return self
+
+    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+        """Register all memory of a pool, also what is allocated later. Waits for no other rank.
+
+        Raises:
+            NotImplementedError: as windows, for which ranks wait for each other.
+        """
+        if symm:
+            raise NotImplementedError("the model of NCCL does not have windows")
+        self.pools.add(pool.number)
+
+    def deregister_mem_pool(self, pool: Any) -> None:
+        """End that. After an abort torch looks for the pool past the end of a table.
+
+        Raises:
+            RuntimeError: the pool is not registered.
+        """
+        if self._is_aborted:
+            self._machine.report(
+                "abort", "deregister_mem_pool after an abort reads past a table's end"
+            )
+        if pool.number not in self.pools:
+            raise RuntimeError("Trying to unregister not previously registered pool")
+        self.pools.remove(pool.number)
+
     def _run(self, what: str, reads: list[Tensor], writes: list[Tensor], opts: Any) -> _Work:
         storages, machine = self._storages, self._machine
         with machine.lock:
@@ -166,6 +196,10 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
                 raise RuntimeError(f"NCCL communicator was aborted on rank {self._rank}.")
             used = [storages.range_of(t) for t in reads]
             changed = [storages.range_of(t) for t in writes]
+            for block, begin, end in (*used, *changed):
+                counts = machine.counts
+                kind = counts.registered if block.pool in self.pools else counts.unregistered
+                kind[what] += end - begin
             device = changed[0][0].device
             if device is None or {block.device for block, _, _ in (*used, *changed)} != {device}:
                 machine.report("device", f"{what} of NCCL uses tensors that are not on one device")
