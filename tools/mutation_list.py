@@ -696,9 +696,9 @@ MUTATIONS = [
     Mutation(
         "early-update-seen-by-readers-of-optimizer-state",
         "zero/optimizer_state.py",
-        "        self.settle()\n        return super().values()",
-        "        return super().values()",
-        "tests/parity/test_early_update.py::test_what_a_program_does_between_backward_and_step",
+        '    *("__getitem__", "get", "values", "items",',
+        '    *("__getitem__", "get", "items",',
+        "tests/unit/test_settled_state.py",
     ),
     Mutation(
         "early-update-seen-by-readers-of-groups",
