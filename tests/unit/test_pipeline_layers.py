@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeroshard.deepspeed.layer_specs import LayerSpec, TiedLayerSpec, outline
-from zeroshard.deepspeed.pipeline_layers import partition
+from zeroshard.deepspeed.pipeline_layers import partition, trained_numel
 from zeroshard.deepspeed.pipeline_module import PipelineModule
 from zeroshard.deepspeed.topology import PipeDataParallelTopology
 from zeroshard.errors import UnsupportedError, UsageError
@@ -28,7 +28,7 @@ def wave(x: torch.Tensor) -> torch.Tensor:
 def cut(layers: list[Any], stages: int, method: str) -> list[int]:
     made = [outline(x) if isinstance(x, LayerSpec) else x for x in layers]
     modules = [x if isinstance(x, nn.Module) else None for x in made]
-    return partition(layers, modules, stages, method)
+    return partition(layers, lambda: [trained_numel(x) for x in modules], stages, method)
 
 
 LAYERS = [LayerSpec(nn.Linear, 64, 64), wave, *(LayerSpec(Block, 8, 8) for _ in range(6)), wave]
