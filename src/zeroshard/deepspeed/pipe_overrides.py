@@ -7,7 +7,6 @@ Programs derive classes, replace functions of ``PipelineEngine`` and of schedule
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 from zeroshard.deepspeed import pipe_schedule
@@ -24,12 +23,6 @@ _METHODS = (
 _PLAIN = {name: getattr(InstructionEngine, name) for name in _METHODS}
 _PLAIN_MAP = dict(InstructionEngine._INSTRUCTION_MAP)
 _SCHEDULES = {name: getattr(pipe_schedule, name) for name in ("TrainSchedule", "InferenceSchedule")}
-_PLAIN_SCHEDULES = [
-    (kind, name, function)
-    for kind in (pipe_schedule.PipeSchedule, *_SCHEDULES.values())
-    for name, function in vars(kind).items()
-    if isinstance(function, FunctionType)
-]
 
 _SHAPES = (
     "each message brings the shapes and dtypes of its tensors, and buffers are made from them. Override "
@@ -67,8 +60,8 @@ def changed(engine: InstructionEngine) -> str:
     for name, schedule in _SCHEDULES.items():
         if current(name) is not schedule:
             return f"deepspeed.runtime.pipe.schedule.{name}"
-    for schedule, name, function in _PLAIN_SCHEDULES:
-        if getattr(schedule, name) is not function:
+    for schedule, name, function in pipe_schedule.PLAIN:
+        if vars(schedule).get(name) is not function:
             return f"{schedule.__name__}.{name}"
     return ""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 from zeroshard.errors import UsageError
@@ -261,3 +262,13 @@ def _is_even(x: int) -> bool:
 
 def _is_odd(x: int) -> bool:
     return x % 2 != 0
+
+
+PLAIN = tuple(
+    (kind, name, function)
+    for kind in (PipeSchedule, TrainSchedule, InferenceSchedule)
+    for name, function in vars(kind).items()
+    if isinstance(function, (FunctionType, property))
+)
+"""The functions of the schedules before a program has replaced one, which it may do before anything else
+is imported."""

@@ -21,7 +21,7 @@ from zeroshard.deepspeed.pipeline_module import PipelineModule
 from zeroshard.engine.initialize import announce
 from zeroshard.engine.pipeline import Evaluation
 from zeroshard.engine.training_engine import IN_THE_MIDDLE
-from zeroshard.errors import UsageError
+from zeroshard.errors import UnsupportedError, UsageError
 
 IGNORED = (
     "config_class", "dist_init_required", "mesh_device", "dont_change_device", "has_bool_tensors",
@@ -63,6 +63,7 @@ class PipelineEngine(InstructionEngine):
         for name in IGNORED:
             options.pop(name, None)
         super().__init__(model, config=config, **options)
+        self._built_from = {"config": config, **options}
         self.agg_train_loss: Tensor | None = None
         self._own_loader: Any = None  # of training_data
         self._began_s = time.perf_counter()
@@ -71,6 +72,26 @@ class PipelineEngine(InstructionEngine):
             announce(self)
         if training_data is not None:
             self.training_dataloader = self.loader_of(training_data, collate_fn)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Give an optimizer to an engine that was built without one, by building it again. Collective.
+
+        Raises:
+            UnsupportedError: it has an optimizer, or its parameters are sharded (stage 3).
+        """
+        if self.runtime.optimizer is not None or self.runtime.stage.shards_params:
+            raise UnsupportedError(
+                "engine._configure_optimizer() is for an engine without an optimizer, below stage 3: the "
+                "engine is built again with it, from the values of the parameters. Pass the optimizer, or "
+                "a function that makes it from parameters, to initialize()."
+            )
+        options = {
+            **self._built_from,
+            "optimizer": client_optimizer,
+            "model_parameters": model_parameters,
+        }
+        self.close()
+        PipelineEngine.__init__(self, self.module, **options)
 
     # ------------------------------------------------------------------ where this rank is
 
