@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from zeroshard import deepspeed
-from zeroshard.deepspeed import pipe_schedule
+from zeroshard.deepspeed import pipe_overrides, pipe_schedule
+from zeroshard.deepspeed.pipeline_engine import PipelineEngine
 from zeroshard.errors import UnsupportedError, UsageError
 
 SHAPES = [(stages, count) for stages in range(1, 9) for count in range(1, 13)]
@@ -99,3 +102,12 @@ def test_what_is_not_offered_says_so():
     assert schedule.TrainSchedule is pipe_schedule.TrainSchedule
     with pytest.raises(UnsupportedError, match="its schedule is not offered"):
         schedule.DualPipeVSchedule(8, 2, 0)
+
+
+def test_a_schedule_that_is_patched_before_the_engine_is_imported_is_seen():
+    engine = PipelineEngine.__new__(PipelineEngine)
+    with mock.patch.object(pipe_schedule.TrainSchedule, "steps", lambda _self: iter(())):
+        importlib.reload(pipe_overrides)
+        assert pipe_overrides.changed(engine) == "TrainSchedule.steps"
+    importlib.reload(pipe_overrides)
+    assert pipe_overrides.changed(engine) == ""

@@ -171,7 +171,7 @@ WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=ou
      "configure is_configured reset checkpoint non_reentrant_checkpoint CheckpointFunction "
      "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed "
      "partition_activations_in_checkpoint set_num_layers detach_variable "
-     "_CUDA_RNG_STATE_TRACKER _MODEL_PARALLEL_RNG_TRACKER_NAME"),
+     "_CUDA_RNG_STATE_TRACKER _MODEL_PARALLEL_RNG_TRACKER_NAME _set_cuda_rng_state"),
     ("utils", _LOGS, "logger log_dist log_dist_once set_log_level_from_string"),
     ("utils.logging", _LOGS, "logger log_dist log_dist_once set_log_level_from_string LoggerFactory "
                              "get_current_level"),

@@ -82,8 +82,8 @@ class PipelineEngine(InstructionEngine):
         if self.runtime.optimizer is not None or self.runtime.stage.shards_params:
             raise UnsupportedError(
                 "engine._configure_optimizer() is for an engine without an optimizer, below stage 3: the "
-                "engine is built again with it, from the values of the parameters. Pass the optimizer, or "
-                "a function that makes it from parameters, to initialize()."
+                "engine is built again with it, from the values of the parameters. Pass the optimizer, "
+                "or a function that makes it from parameters, to initialize()."
             )
         options = {
             **self._built_from,

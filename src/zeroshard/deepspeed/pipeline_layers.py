@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 from torch import nn
@@ -92,13 +93,22 @@ def outlines_of(specs: Sequence[Any]) -> list[nn.Module | None]:
 def _check_tied(at: int, spec: TiedLayerSpec, module: nn.Module) -> None:
     """Refuse names of tied parameters that the module does not have."""
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    for name in spec.tied_weight_attr:
-        if name not in names:
+    for name in map(str, spec.tied_weight_attr):
+        if name not in names and not _is_parameter(module, name):
             raise UsageError(
                 f"layer {at} of PipelineModule: tied_weight_attr names {name!r}, which is not a "
                 f"parameter of the module tied as {spec.key!r}, a {type(module).__name__}. It has "
                 f"{', '.join(sorted(names)) or 'none'}."
             )
+
+
+def _is_parameter(module: nn.Module, name: str) -> bool:
+    """Whether a name that is no name of a parameter stands for one, as a property does."""
+    try:
+        found: Any = reduce(getattr, name.split("."), module)
+    except AttributeError:
+        return False
+    return any(found is param for param in module.parameters())
 
 
 def built_layers(

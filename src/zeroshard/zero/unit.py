@@ -582,7 +582,7 @@ class Unit:
             )
             if not _is_alias_of(local, view)
             or local.storage_offset() != offset
-            or local.stride() != strides
+            or Tensor.stride(local) != strides  # gpt-neox gives parameters an attribute ``stride``
         ]
         if not moved:
             return False

@@ -174,6 +174,49 @@ def test_forwards_and_messages_run_outside_of_a_schedule_and_backwards_do_not():
             getattr(engine, f"_exec_{lonely}")(0)
 
 
+@pytest.mark.parametrize("stage", (1, 3))
+@on_ranks(2)
+def test_an_optimizer_may_come_later_below_stage_3(stage):
+    def model() -> PipelineModule:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        return PipelineModule(layers, num_stages=2, loss_fn=loss_fn).double()
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    keys = {"train_micro_batch_size_per_gpu": MICRO_BATCH, "gradient_accumulation_steps": COUNT}
+    keys |= {"zero_optimization": {"stage": stage}}
+    engine, *_ = deepspeed.initialize(model=model(), config=keys)
+    with engine:
+        engine.mine = "kept"
+        if stage == 3:
+            with pytest.raises(UnsupportedError, match="below stage 3"):
+                engine._configure_optimizer(sgd, [*engine.module.parameters()])
+            return
+        with pytest.raises(UsageError, match="without an optimizer"):
+            engine.train_batch(batches())
+        engine._configure_optimizer(sgd, [*engine.module.parameters()])
+        other, *_ = deepspeed.initialize(model=model(), optimizer=sgd, config=keys)
+        with other:
+            assert torch.equal(engine.train_batch(batches()), other.train_batch(batches()))
+            assert engine.mine == "kept"
+            pairs = zip(engine.iter_full_params(), other.iter_full_params(), strict=True)
+            assert all(torch.equal(one, two) for (_, one), (_, two) in pairs)
+
+
+@on_ranks(4)
+def test_a_grid_has_the_ranks_of_its_groups():
+    grid = PipelineModule([nn.Linear(2, 2) for _ in range(2)], num_stages=2).mpu()
+    rank = grid.global_rank
+    assert grid.pp_group == [rank % 2, rank % 2 + 2]
+    assert grid.dp_group == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert (grid.slice_group, grid.pipe_groups) == ([rank], [[0, 2], [1, 3]])
+    assert grid.dp_groups == [[0, 1], [2, 3]]
+    assert grid.pp_proc_group is grid.get_pipe_parallel_group()
+    assert (grid.ds_model_rank, grid.ds_model_world_size) == (rank // 2, 2)
+
+
 @on_ranks(2)
 def test_programs_send_and_receive_between_stages():
     with opened() as engine:
