@@ -9,7 +9,7 @@ import pytest
 from zeroshard_testing import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
-STAGES = ('"pipeline": 2', "num_stages=2")
+STAGES = ('"pipeline": 2', "num_stages=2", "num_stages=2")
 """What says in each program how many pipeline ranks there are."""
 
 

@@ -223,7 +223,7 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/monitors.md": [configuration, compiles, commands],
     "docs/offload.md": [configuration, configuration, continues, commands],
     "docs/parallel.md": [shown, compiles, runs],
-    "docs/pipeline.md": [PIPELINE, PIPELINE],
+    "docs/pipeline.md": [PIPELINE, PIPELINE, PIPELINE],
     "docs/plan.md": [
         *(commands, shown, shown, commands, commands, commands, planned, commands),
     ],

@@ -490,6 +490,7 @@ SAME_IDEA = {
     "GatheredParameters",  # DeepSpeed's name for ours, with its arguments
     "Init",
     "LossScaler",
+    "OptimizerStep",  # of an engine; DeepSpeed's name of the instruction to do one
 }
 """Names of classes in several files that stand for one idea. Private classes belong to their file."""
 

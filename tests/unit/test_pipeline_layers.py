@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeroshard.deepspeed.layer_specs import LayerSpec, TiedLayerSpec, outline
-from zeroshard.deepspeed.pipeline_layers import partition
+from zeroshard.deepspeed.pipeline_layers import outlines_of, partition, trained_numel
 from zeroshard.deepspeed.pipeline_module import PipelineModule
 from zeroshard.deepspeed.topology import PipeDataParallelTopology
 from zeroshard.errors import UnsupportedError, UsageError
@@ -28,7 +28,7 @@ def wave(x: torch.Tensor) -> torch.Tensor:
 def cut(layers: list[Any], stages: int, method: str) -> list[int]:
     made = [outline(x) if isinstance(x, LayerSpec) else x for x in layers]
     modules = [x if isinstance(x, nn.Module) else None for x in made]
-    return partition(layers, modules, stages, method)
+    return partition(layers, lambda: [trained_numel(x) for x in modules], stages, method)
 
 
 LAYERS = [LayerSpec(nn.Linear, 64, 64), wave, *(LayerSpec(Block, 8, 8) for _ in range(6)), wave]
@@ -196,3 +196,26 @@ def test_activation_checkpoints_are_for_layers_with_parameters_or_of_given_class
     assert calls == [1, 1, 1]
     with pytest.raises(UsageError, match="give a number of layers"):
         made.set_checkpoint_interval(-1)
+
+
+class Embedding(nn.Module):
+    """Has its weight under another name, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(2, 2)
+
+    @property
+    def weight_of_all(self) -> nn.Parameter:
+        return self.table.weight
+
+    @property
+    def size(self) -> int:
+        return 2
+
+
+def test_a_tied_weight_may_be_named_by_a_property():
+    assert len(outlines_of([TiedLayerSpec("e", Embedding, tied_weight_attr="weight_of_all")])) == 1
+    for name in ("size", "other", "table"):
+        with pytest.raises(UsageError, match=f"names '{name}', which is not a parameter"):
+            outlines_of([TiedLayerSpec("e", Embedding, tied_weight_attr=name)])

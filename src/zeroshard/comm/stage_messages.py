@@ -177,6 +177,10 @@ class StageMessages:
         """Start to send a tensor now."""
         return self._start_send(self._to[target], name, tensor, tag=tag)
 
+    def receive(self, name: str, tensor: Tensor, source: int) -> Handle:
+        """Start to receive into a tensor, as soon as all receives before it have started."""
+        return self._receive_in_turn(self._from[source], name, tensor)
+
     def receive_shapes(self, name: str, packet: Tensor, source: int, tag: int) -> Shapes:
         """Start to receive shapes, as soon as all receives before it have started."""
         line, shapes = self._from[source], Shapes(packet)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as _checkpoint
 
 from zeroshard.deepspeed import groups
 from zeroshard.deepspeed.config_model import model_config
+from zeroshard.deepspeed.device import get_accelerator
 from zeroshard.deepspeed.partitioned_activations import PartitionedActivations
 from zeroshard.device.choice import accelerator_type
 from zeroshard.errors import UsageError
@@ -182,6 +183,11 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
+
+
+def _set_cuda_rng_state(new_state: torch.Tensor, device: Any = -1) -> None:
+    """Set the state of the random generator of a device; -1: the current one."""
+    get_accelerator().set_rng_state(new_state, None if device == -1 else device)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:

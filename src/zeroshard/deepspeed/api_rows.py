@@ -30,6 +30,7 @@ _CONSOLIDATE, _TIMERS = HERE + "consolidate", HERE + "timers"
 _ESTIMATES, _LOGS, _GROUPS = HERE + "estimates", HERE + "logs", HERE + "groups"
 _TOPOLOGY, _LAYER_SPECS = HERE + "topology", HERE + "layer_specs"
 _PIPE_MODULE, _PIPE_ENGINE = HERE + "pipeline_module", HERE + "pipeline_engine"
+_PIPE_SCHEDULE = HERE + "pipe_schedule"
 _COMM, _ACCESS = "zeroshard.deepspeed.collectives", "zeroshard.zero.access"
 _SCHEDULES = "zeroshard.optim.schedulers"
 TO_FP32 = "zeroshard.checkpoint.zero_to_fp32"
@@ -52,8 +53,17 @@ WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=ou
     ("runtime.pipe.module", _LAYER_SPECS, "LayerSpec TiedLayerSpec"),
     ("runtime.pipe.module", "zeroshard.errors", "PipelineError=UsageError"),
     ("runtime.pipe.engine", _PIPE_ENGINE, "PipelineEngine"),
+    ("runtime.pipe.engine", _ENGINE, "DeepSpeedEngine"),
     ("runtime.pipe.engine", _PIPE_MODULE, "PipelineModule"),
     ("runtime.pipe.engine", "zeroshard.errors", "PipelineError=UsageError"),
+    ("runtime.pipe.engine", _TIMERS, "BATCH_INPUT_TIMER TRAIN_BATCH_TIMER PIPE_SEND_OUTPUT_TIMER "
+                                     "PIPE_SEND_GRAD_TIMER PIPE_RECV_INPUT_TIMER PIPE_RECV_GRAD_TIMER"),
+    ("runtime.pipe.engine", _PIPE_SCHEDULE, "is_even=_is_even"),
+    ("runtime.pipe.schedule", _PIPE_SCHEDULE, "PipeInstruction BufferOpInstruction LoadMicroBatch "
+     "ForwardPass BackwardPass SendActivation RecvActivation SendGrad RecvGrad ReduceGrads "
+     "ReduceTiedGrads OptimizerStep PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule "
+     "_is_even _is_odd"),
+    ("runtime.pipe.p2p", HERE + "p2p", "init_process_groups can_send_recv send recv"),
     ("", "zeroshard.engine.initialize", "add_config_arguments"),
     ("", HERE + "distributed", "init_distributed"),
     ("", _OPTIMIZER, "DeepSpeedOptimizer"),
@@ -161,7 +171,7 @@ WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=ou
      "configure is_configured reset checkpoint non_reentrant_checkpoint CheckpointFunction "
      "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed "
      "partition_activations_in_checkpoint set_num_layers detach_variable "
-     "_CUDA_RNG_STATE_TRACKER _MODEL_PARALLEL_RNG_TRACKER_NAME"),
+     "_CUDA_RNG_STATE_TRACKER _MODEL_PARALLEL_RNG_TRACKER_NAME _set_cuda_rng_state"),
     ("utils", _LOGS, "logger log_dist log_dist_once set_log_level_from_string"),
     ("utils.logging", _LOGS, "logger log_dist log_dist_once set_log_level_from_string LoggerFactory "
                              "get_current_level"),
@@ -221,7 +231,7 @@ WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=ou
                                      "configure_moe_param_groups"),
     ("checkpoint.utils", _HELPERS, "clone_tensors_for_torch_save"),
     ("checkpoint.ds_to_universal", _CONSOLIDATE, "main=copy_as_universal"),
-    ("checkpoint", _SYMBOLS, "UNIVERSAL_CHECKPOINT_INFO"),
+    ("checkpoint", _CHECKPOINT_CONSTANTS, " ".join(WORDS)),
     ("checkpoint.constants", _CHECKPOINT_CONSTANTS, " ".join(WORDS)),
     ("comm", _COMM,
      "is_available get_rank get_world_size get_local_rank get_global_rank "

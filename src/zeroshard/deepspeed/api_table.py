@@ -93,6 +93,7 @@ _PIPE = (
     "its schedule is not offered; use PipelineModule, or zeroshard.parallel.pipeline() with another "
     "schedule"
 )
+_DATA = "it changes the data and the model; use the data loader"
 _COMPRESS = "compress the model outside of training"
 _INFERENCE = (
     "ZeroShard has no inference engine. Call the model, or use "
@@ -108,6 +109,13 @@ _STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them 
     ("refused", "", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
      "it is a CUDA implementation of one BERT layer; use "
      "torch.nn.functional.scaled_dot_product_attention"),
+    ("refused", "runtime.pipe.schedule", "DualPipeVSchedule CommitP2P", _PIPE),
+    ("refused", "runtime.data_pipeline.curriculum_scheduler", "CurriculumScheduler", _DATA),
+    ("refused", "runtime.data_pipeline.data_routing.helper",
+     "convert_to_random_ltd remove_random_ltd_state_dict", _DATA),
+    ("refused", "sequence.fpdt_layer", "FPDT_InputConstruct FPDT_Attention FPDT_FFN FPDT_LogitsLoss",
+     "it computes long sequences in parts on one device; use sequence parallelism (docs/sequence.md)"),
+    ("refused", "ops.op_builder.builder", "OpBuilder", "ZeroShard compiles no operations of programs"),
     ("refused", "compression.compress", "init_compression redundancy_clean", _COMPRESS),
     ("later", "linear", "OptimizedLinear LoRAConfig QuantizationConfig",
      "quantized LoRA layers are not implemented yet; use PEFT"),
@@ -129,7 +137,9 @@ _ABSENT: tuple[tuple[Verdict, str, str], ...] = (  # no such name; the error giv
     ("refused", "nebula", "DeepSpeed has removed it; save checkpoints with engine.save_checkpoint()"),
     ("refused", "datastates", "its checkpoints depend on one external engine; use "
      '"checkpoint": {"asynchronous": true}'),
-    ("refused", "runtime.data_pipeline", "it changes the data and the model; use the data loader"),
+    ("refused", "runtime.data_pipeline.data_sampling", _DATA),
+    ("refused", "runtime.data_pipeline.data_routing.basic_layer", _DATA),
+    ("refused", "runtime.data_pipeline.data_routing.scheduler", _DATA),
     ("refused", "runtime.zenflow", "it updates with stale gradients, which changes the result"),
     ("refused", "runtime.superoffload", "use the key offload_optimizer.super_offload"),
     ("refused", "runtime.domino", "it cuts batches in two to hide collectives of tensor parallelism; use "
@@ -202,7 +212,17 @@ _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which obj
     ("works", "engine of a PipelineModule", "train_batch eval_batch set_dataloader set_dataiterator "
      "set_batch_fn is_first_stage is_last_stage get_pipeline_parallel_rank grid stage_id num_stages "
      "prev_stage next_stage micro_batches micro_batch_size data_iterator batch_fn agg_train_loss "
-     "is_pipe_parallel is_data_parallel is_model_parallel", ""),
+     "is_pipe_parallel is_data_parallel is_model_parallel "
+     "running_instructions pipe_buffers num_pipe_buffers fwd_outputs loss total_loss grad_layer outputs "
+     "eval_return_logits is_pipe_partitioned is_grad_partitioned using_bf16_optimizer _compute_loss "
+     "_INSTRUCTION_MAP _exec_schedule _exec_load_micro_batch _exec_forward_pass _exec_backward_pass "
+     "_exec_send_activations _exec_recv_activations _exec_send_grads _exec_recv_grads "
+     "_exec_reduce_grads _exec_optimizer_step _train_schedule _inference_schedule _next_batch "
+     "_reserve_pipe_buffers _aggregate_total_loss _reduce_outputs _bcast_pipe_scalar "
+     "_scale_loss_by_gas _build_data_iter", ""),
+    ("accepted", "engine of a PipelineModule", "_exec_reduce_tied_grads",
+     "_exec_reduce_grads reduces tied weights, after all others"),
+    ("accepted", "engine of a PipelineModule", "mem_status", "engine.memory_report() has the bytes held"),
     ("accepted", "engine of a PipelineModule", "reset_activation_shape set_has_attention_mask",
      "each step sends the shapes and dtypes of what its stages pass on"),
     ("works", "PipelineModule", "topology mpu num_pipeline_stages forward set_checkpoint_interval "

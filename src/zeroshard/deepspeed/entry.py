@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,7 +66,7 @@ def initialize(
             args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
             mpu, dist_init_required, collate_fn, config, mesh_param, config_params,
             mesh=mesh, plan=_plan_of(mesh, model),
-            engine_type=PipelineEngine if is_pipeline else DeepSpeedEngine,
+            engine_type=_pipeline_engine() if is_pipeline else DeepSpeedEngine,
         )  # fmt: skip
     except ConfigError as error:
         if told := conflicts.writers(str(error), passed):
@@ -76,6 +77,25 @@ def initialize(
         engine.mpu = mpu
     _tell_precision(engine, came_in)
     return engine, made, loader, schedule
+
+
+def _pipeline_engine() -> type[PipelineEngine]:
+    """``PipelineEngine``, or the class that the program has put into the package in its place.
+
+    Raises:
+        UsageError: it is no class derived from ``PipelineEngine``.
+    """
+    for package in ("deepspeed", __name__.rpartition(".")[0]):
+        found = vars(sys.modules[package]).get("PipelineEngine") if package in sys.modules else None
+        if found in (None, PipelineEngine):
+            continue
+        if not isinstance(found, type) or not issubclass(found, PipelineEngine):
+            raise UsageError(
+                f"the program has replaced {package}.PipelineEngine by {found!r}. initialize() can build "
+                "only classes that are derived from PipelineEngine."
+            )
+        return found
+    return PipelineEngine
 
 
 def _tell_versions() -> None:

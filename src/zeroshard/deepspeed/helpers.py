@@ -75,6 +75,11 @@ class DeepSpeedConfig:
         """The section ``zero_optimization``."""
         return self._loaded.config.zero_optimization
 
+    @property
+    def pipeline(self) -> dict[str, Any]:
+        """The section ``pipeline``, by key."""
+        return self._loaded.config.pipeline.model_dump()
+
     def __getattr__(self, name: str) -> Any:
         if name == "_loaded" or name.startswith("__"):
             raise AttributeError(name)

@@ -12,39 +12,86 @@ import torch
 from torch import Tensor
 
 from zeroshard.data.batches import loader_for
-from zeroshard.deepspeed import collectives as comm
-from zeroshard.deepspeed.engine import DeepSpeedEngine
 from zeroshard.deepspeed.getters import GETTERS
 from zeroshard.deepspeed.helpers import RepeatingLoader
 from zeroshard.deepspeed.logs import log_dist
+from zeroshard.deepspeed.pipe_instructions import InstructionEngine
+from zeroshard.deepspeed.pipe_overrides import changed, check_mpu, refuse_unused
 from zeroshard.deepspeed.pipeline_module import PipelineModule
+from zeroshard.engine.initialize import announce
 from zeroshard.engine.pipeline import Evaluation
-from zeroshard.errors import UsageError
+from zeroshard.engine.training_engine import IN_THE_MIDDLE
+from zeroshard.errors import UnsupportedError, UsageError
+
+IGNORED = (
+    "config_class", "dist_init_required", "mesh_device", "dont_change_device", "has_bool_tensors",
+)  # fmt: skip
+"""Arguments of DeepSpeed's engine without a use: what they say is in the configuration, or is not
+needed."""
 
 
-class PipelineEngine(DeepSpeedEngine):
+class PipelineEngine(InstructionEngine):
     """Trains a :class:`PipelineModule`. If it has several stages, ``forward``, ``backward`` and ``step``
     raise an error.
 
-    ``grid``: this rank's place in the topology. ``stage_id``: the number of its stage.
+    ``grid``: this rank's place in the topology. ``stage_id``: the number of its stage. A derived class
+    may override what :class:`InstructionEngine` has.
     """
 
-    module: PipelineModule
+    def __init__(
+        self,
+        model: PipelineModule,
+        *,
+        args: Any = None,
+        mpu: Any = None,
+        training_data: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        config: Any = None,
+        **options: Any,
+    ) -> None:
+        """As :class:`zeroshard.Engine`, or with the arguments of DeepSpeed's engine, by name.
 
-    def __init__(self, model: PipelineModule, **options: Any) -> None:
-        """As :class:`zeroshard.Engine`."""
-        super().__init__(model, **options)
-        self.grid = self.mpu = model.mpu()
-        self.num_stages, self.stage_id = model.num_stages, model.stage_id
-        self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
-        self.is_pipe_parallel = self.num_stages > 1
-        self.is_data_parallel = self.grid.data_parallel_size > 1
-        self.is_model_parallel = self.mesh.tensor > 1
-        self.data_iterator: Iterator[Any] | None = None
-        self.batch_fn: Callable[[Any], Any] | None = None
+        ``args.deepspeed_config``: the configuration, if ``config`` is None. ``mpu``: that of the model.
+
+        Raises:
+            UsageError: also for an override of a method that nothing calls here.
+        """
+        check_mpu(model, mpu)
+        refuse_unused(type(self))
+        if config is None:
+            config = getattr(args, "deepspeed_config", None)
+        for name in IGNORED:
+            options.pop(name, None)
+        super().__init__(model, config=config, **options)
+        self._built_from = {"config": config, **options}
         self.agg_train_loss: Tensor | None = None
         self._own_loader: Any = None  # of training_data
         self._began_s = time.perf_counter()
+        self._told_why = ""
+        if args is not None:  # a program builds its own class, and initialize() does not
+            announce(self)
+        if training_data is not None:
+            self.training_dataloader = self.loader_of(training_data, collate_fn)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Give an optimizer to an engine that was built without one, by building it again. Collective.
+
+        Raises:
+            UnsupportedError: it has an optimizer, or its parameters are sharded (stage 3).
+        """
+        if self.runtime.optimizer is not None or self.runtime.stage.shards_params:
+            raise UnsupportedError(
+                "engine._configure_optimizer() is for an engine without an optimizer, below stage 3: the "
+                "engine is built again with it, from the values of the parameters. Pass the optimizer, "
+                "or a function that makes it from parameters, to initialize()."
+            )
+        options = {
+            **self._built_from,
+            "optimizer": client_optimizer,
+            "model_parameters": model_parameters,
+        }
+        self.close()
+        PipelineEngine.__init__(self, self.module, **options)
 
     # ------------------------------------------------------------------ where this rank is
 
@@ -52,19 +99,6 @@ class PipelineEngine(DeepSpeedEngine):
     def micro_batch_size(self) -> int:
         """Samples of one micro-batch of one rank."""
         return self.train_micro_batch_size_per_gpu()
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of a step."""
-        return self.gradient_accumulation_steps()
-
-    def is_first_stage(self) -> bool:
-        """Whether this rank has the first stage, which gets the inputs."""
-        return self.stage_id == 0
-
-    def is_last_stage(self) -> bool:
-        """Whether this rank has the last stage, which gets the labels."""
-        return self.stage_id == self.num_stages - 1
 
     def get_pipeline_parallel_rank(self) -> int:
         """The number of this rank's stage."""
@@ -117,12 +151,39 @@ class PipelineEngine(DeepSpeedEngine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.train()
-        loss = super().train_batch(self._batches(self.data_iterator))
+        self.module.additional_losses = {}
+        loss = self._train_by_instructions() if self._is_changed() else self._train_plainly()
         self.agg_train_loss = loss
+        self.agg_additional_losses = self._aggregate_additional_losses()
         every: float = GETTERS["steps_per_print"](self)
         if every and self.global_steps % every == 0:
             self._print_step(loss, every)
         return loss
+
+    def _train_plainly(self) -> Tensor:
+        return super().train_batch(self._batches(self.data_iterator))
+
+    def _train_by_instructions(self) -> Tensor:
+        """One step, by the schedule and the instructions of the program."""
+        self._check_pipeline("train_batch()")
+        accumulation = self.accumulation
+        if accumulation.micro_steps or (accumulation.divided and not self._parts.is_unfinished):
+            raise UsageError(IN_THE_MIDDLE)
+        self.total_loss, self._compute_loss = None, True
+        with self.running_instructions():
+            self._exec_schedule(self._train_schedule())
+        return self._aggregate_total_loss()
+
+    def _is_changed(self) -> bool:
+        """Whether the program has changed what instructions do, which torch's schedules do not run."""
+        what = changed(self)
+        if what and what != self._told_why:
+            self._told_why = what
+            refuse_unused(type(self))
+            log_dist(
+                f"the pipeline runs instruction by instruction: the program changes {what}", [0]
+            )
+        return bool(what)
 
     def _print_step(self, loss: Tensor, steps: float) -> None:
         now_s = time.perf_counter()
@@ -160,8 +221,14 @@ class PipelineEngine(DeepSpeedEngine):
             UsageError: an argument has another value, or as :meth:`train_batch`.
         """
         _check_evaluation(reduce_output, num_micro_batches)
+        count = num_micro_batches or self.gradient_accumulation_steps()
+        if self._is_changed():
+            return self._evaluate_by_instructions(
+                data_iter, count, return_logits=return_logits, compute_loss=compute_loss,
+                reduce_output=reduce_output, bcast_loss=bcast_loss,
+            )  # fmt: skip
         asked = Evaluation(
-            num_micro_batches or self.gradient_accumulation_steps(),
+            count,
             keeps_outputs=return_logits or not compute_loss,
             computes_loss=compute_loss,
         )
@@ -180,19 +247,39 @@ class PipelineEngine(DeepSpeedEngine):
         """The loss or the mean of the outputs; ``whole_list``: those of all micro-batches."""
         if whole_list:
             return asked.losses if asked.computes_loss else asked.outputs
-        return loss if asked.computes_loss else self._mean_output(asked.outputs)
+        return loss if asked.computes_loss else self._reduce_outputs(asked.outputs)
 
-    def _mean_output(self, outputs: list[Any]) -> Any:
-        """The mean of equal outputs over micro-batches and data-parallel ranks, tensor by tensor."""
-        if isinstance(outputs[0], (tuple, list)):
-            return [
-                self._mean_output([one[at] for one in outputs]) for at in range(len(outputs[0]))
-            ]
-        mean = torch.stack(outputs).mean(0)
-        if self.is_data_parallel:
-            comm.all_reduce(mean, group=self.grid.get_data_parallel_group())
-            mean /= self.grid.data_parallel_size
-        return mean
+    def _evaluate_by_instructions(
+        self,
+        data_iter: Iterator[Any] | None,
+        count: int,
+        *,
+        return_logits: bool,
+        compute_loss: bool,
+        reduce_output: str | None,
+        bcast_loss: bool,
+    ) -> Any:
+        """As :meth:`eval_batch`, by the schedule and the instructions of the program."""
+        self._check_pipeline("eval_batch()")
+        mode, before = self.training, self.data_iterator
+        self.eval()
+        self.set_dataiterator(data_iter)
+        self._compute_loss, self.eval_return_logits = compute_loss, return_logits
+        try:
+            with torch.no_grad(), self.running_instructions():
+                self._exec_schedule(self._inference_schedule(count))
+        finally:
+            self.train(mode)
+            self.set_dataiterator(before)
+            self._compute_loss, self.eval_return_logits = True, False
+        found = None
+        if self.is_last_stage():
+            found = self._reduce_outputs(self.fwd_outputs, reduce_output, micro_batches=count)
+        if compute_loss and bcast_loss and reduce_output:
+            found = self._bcast_pipe_scalar(found)
+            self._tell("eval_loss", found)
+        outputs, self.outputs = self.outputs, None
+        return (found, outputs) if return_logits else found
 
     # ------------------------------------------------------------------ checkpoints, and old names
 
@@ -205,6 +292,9 @@ class PipelineEngine(DeepSpeedEngine):
 
     def reset_activation_shape(self) -> None:
         """Nothing: each step sends its shapes ahead."""
+
+    def mem_status(self, msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+        """Nothing: ``memory_report()`` has the bytes held. Old releases of DeepSpeed have this."""
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Nothing: booleans are sent as they are."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 from torch import nn
@@ -92,13 +93,22 @@ def outlines_of(specs: Sequence[Any]) -> list[nn.Module | None]:
 def _check_tied(at: int, spec: TiedLayerSpec, module: nn.Module) -> None:
     """Refuse names of tied parameters that the module does not have."""
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    for name in spec.tied_weight_attr:
-        if name not in names:
+    for name in map(str, spec.tied_weight_attr):
+        if name not in names and not _is_parameter(module, name):
             raise UsageError(
                 f"layer {at} of PipelineModule: tied_weight_attr names {name!r}, which is not a "
                 f"parameter of the module tied as {spec.key!r}, a {type(module).__name__}. It has "
                 f"{', '.join(sorted(names)) or 'none'}."
             )
+
+
+def _is_parameter(module: nn.Module, name: str) -> bool:
+    """Whether a name that is no name of a parameter stands for one, as a property does."""
+    try:
+        found: Any = reduce(getattr, name.split("."), module)
+    except AttributeError:
+        return False
+    return any(found is param for param in module.parameters())
 
 
 def built_layers(
@@ -159,9 +169,9 @@ def class_of(piece: nn.Module) -> str:
 
 
 def partition(
-    specs: Sequence[Any], outlines: Sequence[nn.Module | None], stages: int, method: str
+    specs: Sequence[Any], count_params: Callable[[], list[int]], stages: int, method: str
 ) -> list[int]:
-    """The first layer of each stage, and the number of layers.
+    """The first layer of each stage, and the number of layers. ``count_params``: by layer.
 
     ``method``: see ``partition_method`` of :class:`~.pipeline_module.PipelineModule`.
 
@@ -178,21 +188,38 @@ def partition(
     if kind.lower() == "uniform" and not pattern:
         return partition_uniform(len(specs), stages)
     if kind.lower() == "parameters" and not pattern:
-        return partition_balanced([_trained_numel(layer) for layer in outlines], stages)
+        return partition_balanced(count_params(), stages)
     if kind.lower() == "type" and pattern:
-        return partition_balanced(_matching(specs, pattern), stages)
+        return partition_balanced(matching(specs, pattern), stages)
     raise UnsupportedError(
         f"PipelineModule(partition_method={method!r}): there is no such method. Choose parameters, "
         "uniform or type:REGEX, for example type:Block. None of them measures times (best, profile)."
     )
 
 
-def _trained_numel(layer: nn.Module | None) -> int:
+def checked_parts(parts: Any, stages: int, layers: int) -> list[int]:
+    """What ``PipelineModule._partition_layers`` has set, which a derived class may override.
+
+    Raises:
+        UsageError: it is not the first layer of each stage and the number of layers, in order.
+    """
+    found = list(parts) if isinstance(parts, (list, tuple)) else []
+    rises = all(isinstance(at, int) for at in found) and found == sorted(set(found))
+    if len(found) == stages + 1 and rises and (found[0], found[-1]) == (0, layers):
+        return found
+    raise UsageError(
+        f"_partition_layers() of the program has set parts to {parts!r}. For {stages} stages of {layers} "
+        f"layers give {stages + 1} whole numbers that rise from 0 to {layers}: the first layer of each "
+        "stage, and the number of layers. No stage may be empty."
+    )
+
+
+def trained_numel(layer: nn.Module | None) -> int:
     params = () if layer is None else layer.parameters()
     return sum(param.numel() for param in params if param.requires_grad)
 
 
-def _matching(specs: Sequence[Any], pattern: str) -> list[int]:
+def matching(specs: Sequence[Any], pattern: str) -> list[int]:
     """1 for each layer whose class or function has a name that matches, else 0."""
     expression = re.compile(pattern, re.IGNORECASE)
     found = [int(expression.search(name_of(layer)) is not None) for layer in specs]

@@ -25,13 +25,16 @@ from zeroshard.deepspeed.logs import log_dist
 from zeroshard.deepspeed.pipeline_layers import (
     built_layers,
     check_layers,
+    checked_parts,
     class_of,
     held,
+    matching,
     outlines_of,
     partition,
     pieces_of_layers,
     seeding,
     tied_weights,
+    trained_numel,
     unseeded,
 )
 from zeroshard.deepspeed.topology import (
@@ -100,6 +103,10 @@ class PipelineModule(PipelineModel):
         UnsupportedError: there is no such ``partition_method``.
     """
 
+    _layer_specs: list[Any]
+    _topo: ProcessTopology
+    global_rank: int
+
     def __init__(
         self,
         layers: Iterable[Any],
@@ -128,7 +135,8 @@ class PipelineModule(PipelineModel):
         coordinate = topology.get_coord(info.rank)
         stages, stage = topology.get_dim("pipe") or 1, getattr(coordinate, "pipe", 0)
         outlines = outlines_of(specs)
-        parts = partition(specs, outlines, stages, partition_method)
+        known = {"_layer_specs": specs, "_topo": topology, "global_rank": info.rank}
+        parts = self._parts_of(partition_method, stages, known, outlines, loss_fn)
         own = range(parts[stage], parts[stage + 1])
         seeded = seeding(seed_fn, base_seed) if seed_layers else unseeded
         tied, pieces = pieces_of_layers(specs, built_layers(specs, outlines, own, seeded))
@@ -138,13 +146,13 @@ class PipelineModule(PipelineModel):
             loss_fn=loss_fn, schedule="1F1B",
             gather=gather, reduce=reduce, auto_limit_nbytes=auto_limit_nbytes,
         )  # fmt: skip
-        self.parts, self._layer_specs, self._num_layers = parts, specs, len(specs)
+        self.parts, self._num_layers = parts, len(specs)
         self._local_start, self._local_stop = own.start, own.stop
         self.num_stages, self.stage_id = stages, stage
-        self.global_rank, self.local_rank = info.rank, info.local_rank
-        self.world_size = info.world_size
+        self.local_rank, self.world_size = info.local_rank, info.world_size
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
         self.micro_offset, self.curr_layer = 0, own.start
+        self.additional_losses: dict[str, Tensor] = {}  # sums over the micro-batches of a step
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers, self.dynamic_shape = checkpointable_layers, dynamic_shape
@@ -152,12 +160,51 @@ class PipelineModule(PipelineModel):
         self.mesh_source = _mesh_source(topology)
         self.returns_loss = loss_fn is None
         self._partition_method = partition_method
-        self._topo = topology
         self.keep(stage, stages)
         self._grid = PipelineParallelGrid(topology)
         self.world_group = comm.get_world_group()
         self._copy_tied_values()
         log_dist(f"PipelineModule: {stages} stages, from layers {parts[:-1]} on", ranks=[0])
+
+    # ------------------------------------------------------------------ the cut
+
+    def _parts_of(
+        self,
+        method: str,
+        stages: int,
+        known: Mapping[str, Any],
+        outlines: Sequence[nn.Module | None],
+        loss_fn: Any,
+    ) -> list[int]:
+        """What :meth:`_partition_layers` sets, which may read ``known`` attributes and ``loss_fn``.
+
+        The constructor of ``nn.Module`` has not run yet, so a loss function that is a module cannot be
+        assigned.
+        """
+        self.__dict__.update(known, _outlines=outlines, loss_fn=loss_fn)
+        self._partition_layers(method=method)
+        del self.__dict__["_outlines"], self.__dict__["loss_fn"]
+        return checked_parts(self.__dict__.pop("parts", None), stages, len(self._layer_specs))
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        """Set ``parts``: the first layer of each stage, and the number of layers.
+
+        The same on all ranks.
+        """
+        stages = self._topo.get_dim("pipe") or 1
+        self.parts = partition(self._layer_specs, self._count_layer_params, stages, method)
+
+    def _count_layer_params(self) -> list[int]:
+        """The trained parameters of each layer, as elements."""
+        outlines = self.__dict__.get("_outlines") or outlines_of(self._layer_specs)
+        return [trained_numel(layer) for layer in outlines]
+
+    def _find_layer_type(self, layername: str) -> list[int]:
+        """The layers whose class or function has a name that matches the expression."""
+        return [at for at, hit in enumerate(matching(self._layer_specs, layername)) if hit]
+
+    def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
+        """Nothing: the bounds of this rank's stage are in ``parts``."""
 
     # ------------------------------------------------------------------ what a stage runs
 
@@ -305,8 +352,26 @@ class PipelineModule(PipelineModel):
     def allreduce_tied_weight_gradients(self) -> None:
         """Nothing: the engine adds the gradients of tied weights."""
 
-    def get_additional_losses(self) -> None:
-        """None: the loss function gives one loss."""
+    def get_additional_losses(self) -> Mapping[str, Tensor] | None:
+        """None: the loss function gives one loss.
+
+        A derived class may return others by name, for the log. Every stage gives the same names. Values
+        are those of the last forward, and count on the last stage.
+        """
+        return None
+
+    def loss_of(self, output: Any, labels: Any) -> Tensor:
+        """See :meth:`PipelineModel.loss_of`. Notes additional losses."""
+        loss = super().loss_of(output, labels)
+        self.note_additional_losses()
+        return loss
+
+    def note_additional_losses(self) -> None:
+        """Add those of the last forward to the sums of the step."""
+        for name, value in (self.get_additional_losses() or {}).items():
+            held = self.additional_losses.get(name)
+            detached = value.detach().double().view(())
+            self.additional_losses[name] = detached if held is None else held + detached
 
 
 # ---------------------------------------------------------------------- arguments

@@ -58,7 +58,6 @@ class fragment_address(NamedTuple):
     start: int
 
 
-UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 
 ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict", "encode"

@@ -22,6 +22,9 @@ BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER = (
     "bwd_allreduce",
 )
 STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
+BATCH_INPUT_TIMER, TRAIN_BATCH_TIMER = "batch_input", "train_batch"
+PIPE_SEND_OUTPUT_TIMER, PIPE_RECV_INPUT_TIMER = "pipe_send_output", "pipe_recv_input"
+PIPE_SEND_GRAD_TIMER, PIPE_RECV_GRAD_TIMER = "pipe_send_grad", "pipe_recv_grad"
 
 
 class _Timer:

@@ -251,6 +251,44 @@ class PipelineParallelGrid:
         at = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**{**at, "pipe": stage_id, **kwargs})
 
+    def _along(self, axis: str) -> list[int]:
+        """The ranks of the group of this rank along an axis of the topology."""
+        groups = self._topo.get_axis_comm_lists(axis)
+        own = (ranks for ranks in groups if self.global_rank in ranks)
+        return next(own, [self.global_rank])
+
+    @property
+    def pp_group(self) -> list[int]:
+        """The ranks of this rank's pipeline, by stage."""
+        return self._along("pipe")
+
+    @property
+    def dp_group(self) -> list[int]:
+        """The ranks with the same part of the model."""
+        return self._along("data")
+
+    @property
+    def slice_group(self) -> list[int]:
+        """The ranks of the tensor group."""
+        return self._along("model")
+
+    @property
+    def pipe_groups(self) -> list[list[int]]:
+        """The ranks of every pipeline."""
+        return self._topo.get_axis_comm_lists("pipe")
+
+    @property
+    def dp_groups(self) -> list[list[int]]:
+        """Every group of ranks with the same part of the model."""
+        return self._topo.get_axis_comm_lists("data")
+
+    pp_proc_group = property(get_pipe_parallel_group)
+    dp_proc_group = property(get_data_parallel_group)
+    slice_proc_group = property(get_slice_parallel_group)
+    ds_model_proc_group = property(get_model_parallel_group)
+    ds_model_rank = property(get_model_parallel_rank)
+    ds_model_world_size = property(get_model_parallel_world_size)
+
     @property
     def p2p_groups(self) -> list[list[int]]:
         """For each rank: it, and the rank of the next stage. After the last stage comes the first."""

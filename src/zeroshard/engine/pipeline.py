@@ -29,6 +29,7 @@ from zeroshard.zero.unit import Unit
 
 if TYPE_CHECKING:
     from zeroshard.session.comm_session import CommSession
+    from zeroshard.session.opener import PipelineLinks
 
 REFUSED = {
     "forward": "runs the whole model, of which this rank has a part",
@@ -123,7 +124,7 @@ class PipelineRunner:
         inputs, labels = self._split(agreed_batches(engine, data_iter, needs=self._needs_data))
         self._arrived = defaultdict(list)
         engine._hooks.check_tree()
-        with self._running(engine), self._tied_gathered(engine), self._gathered(engine):
+        with self._running(engine), tied_gathered(engine), gathered(engine):
             self._run(engine, inputs, labels, count, backward=True)
         engine.accumulation.divided.add(
             True
@@ -151,7 +152,7 @@ class PipelineRunner:
         inputs, labels = self._split(batches)
         self._asked = asked
         try:
-            with torch.no_grad(), self._running(engine), self._tied_gathered(engine):
+            with torch.no_grad(), self._running(engine), tied_gathered(engine):
                 self._run(engine, inputs, labels, asked.micro_batches, backward=False)
         finally:
             self._asked = None
@@ -191,16 +192,9 @@ class PipelineRunner:
                 backward=backward,
             )
         except BaseException as error:
-            engine.life.fail(
-                f"a step of the pipeline ended in the middle ({type(error).__name__}: {error}), and "
-                "messages between its stages are lost. Close this engine, build a new one and continue "
-                "from the last checkpoint."
-            )
             told = isinstance(error, ZeroShardError) or error is self._raised
             broken = isinstance(error, RuntimeError) and not told
-            own = not (broken or isinstance(error, DistributedError))
-            # The other stages would wait for messages of this one.
-            self._links.abort(in_short(error) if own else "")
+            give_up(engine, self._links, error, broken=broken)
             if broken:
                 raise self._links.explain(first_line(error)) from None
             raise
@@ -212,32 +206,6 @@ class PipelineRunner:
             yield
         finally:
             self._engine = None
-
-    @contextlib.contextmanager
-    def _gathered(self, engine: Any) -> Iterator[None]:
-        """Hold all parameters through the schedule, if the pipeline gathers once per step."""
-        units = [unit for unit in engine.runtime.units if not unit.resident]
-        if engine.runtime.traffic.gather != "step" or not units:
-            yield
-            return
-        with _pinned(units):
-            for unit in units:
-                unit.unshard()  # its first use waits for it
-            yield
-
-    @contextlib.contextmanager
-    def _tied_gathered(self, engine: Any) -> Iterator[None]:
-        """Hold units that are tied over stages through the schedule.
-
-        Every holder waits for the all-gathers here. In the schedule one of them could wait for an
-        all-gather, and another one for a message of the first.
-        """
-        tied = engine.runtime.tied
-        with _pinned(tied):
-            for unit in tied:
-                unit.unshard()
-                unit.wait_for_unshard()
-            yield
 
     # ------------------------------------------------------------------ what stages call
 
@@ -308,6 +276,50 @@ class PipelineRunner:
             if sum(arrived) != count * (max(arrived) if is_tied else sum(buffer.has_grad)):
                 return True
         return False
+
+
+@contextlib.contextmanager
+def gathered(engine: Any) -> Iterator[None]:
+    """Hold all parameters through the schedule, if the pipeline gathers once per step."""
+    units = [unit for unit in engine.runtime.units if not unit.resident]
+    if engine.runtime.traffic.gather != "step" or not units:
+        yield
+        return
+    with _pinned(units):
+        for unit in units:
+            unit.unshard()  # its first use waits for it
+        yield
+
+
+@contextlib.contextmanager
+def tied_gathered(engine: Any) -> Iterator[None]:
+    """Hold units that are tied over stages through the schedule.
+
+    Every holder waits for the all-gathers here. In the schedule one of them could wait for an
+    all-gather, and another one for a message of the first.
+    """
+    tied = engine.runtime.tied
+    with _pinned(tied):
+        for unit in tied:
+            unit.unshard()
+            unit.wait_for_unshard()
+        yield
+
+
+def give_up(engine: Any, links: PipelineLinks, error: BaseException, *, broken: bool) -> None:
+    """End the engine after an error in the middle of a step. Waits of the other stages fail, too.
+
+    ``broken``: it says only that a connection has ended. Else it is this rank's own error, unless all
+    ranks know it.
+    """
+    engine.life.fail(
+        f"a step of the pipeline ended in the middle ({type(error).__name__}: {error}), and "
+        "messages between its stages are lost. Close this engine, build a new one and continue "
+        "from the last checkpoint."
+    )
+    own = not (broken or isinstance(error, DistributedError))
+    # The other stages would wait for messages of this one.
+    links.abort(in_short(error) if own else "")
 
 
 @contextlib.contextmanager

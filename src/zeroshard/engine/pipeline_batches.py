@@ -17,7 +17,7 @@ from zeroshard.errors import UsageError
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
 
-_NO_DATA, _BAD_BATCH, _SHAPES_DIFFER, _BAD_INPUTS = 1, 2, 3, 4
+_NO_DATA, _BAD_BATCH, _SHAPES_DIFFER, _BAD_INPUTS, _PART_BY_PART = 1, 2, 3, 4, 5
 _TEXTS = {
     _NO_DATA: "got no data_iter. The ranks with the first and with the last stage need one",
     _BAD_BATCH: "got a batch that is not a pair (inputs, labels), and not a mapping with labels",
@@ -25,6 +25,8 @@ _TEXTS = {
     "whose names change in a step. All stages run the model's forward on the same inputs",
     _SHAPES_DIFFER: "got micro-batches of different shapes in one step. The next stage makes its "
     "buffers before it receives, so pad the micro-batches of a step to one shape",
+    _PART_BY_PART: "runs the pipeline by instructions of its program, and other ranks do not, so they "
+    "would wait for messages in different orders. Change instructions and schedules on every rank",
 }
 
 
@@ -57,7 +59,30 @@ def agreed_batches(
         _check_rows(model, read(rows), count)
     elif model.input_names is not None:
         model.given_names = names_in(bits, model.input_names)
-    return [_on(engine.device, batch) for batch in given]
+    return [on_device(engine.device, batch) for batch in given]
+
+
+def agree_on_parts(engine: Any, *, training: bool) -> None:
+    """Check that all ranks run a step part by part, and train, or do not. Collective.
+
+    It meets the exchange of :func:`agreed_batches` on ranks that do not.
+
+    Raises:
+        UsageError: ranks differ; the same on every rank.
+    """
+    own = torch.tensor([_PART_BY_PART, training, 0, 0], dtype=torch.float64, device=engine.device)
+    rows = engine._watch.world.all_gather_small(own, name="batches of the step")
+    if is_fake(rows):
+        return
+    found = read(rows)
+    if any(row[0] != _PART_BY_PART for row in found):
+        _check_rows(engine.module, found, 0)
+    trains = [bool(row[1]) for row in found]
+    if len(set(trains)) > 1:
+        raise UsageError(
+            f"rank {trains.index(True)} runs instructions with gradients and rank {trains.index(False)} "
+            "without. Run the schedule inside torch.no_grad() on every rank, or on none."
+        )
 
 
 def _check_rows(model: PipelineModel, rows: list[list[float]], count: int) -> None:
@@ -128,12 +153,12 @@ def _fault_of(batches: Sequence[Any]) -> int:
     return _SHAPES_DIFFER if len(shapes) > 1 else 0
 
 
-def _on(device: torch.device, value: Any) -> Any:
+def on_device(device: torch.device, value: Any) -> Any:
     """``value`` with its tensors on the device. A call of ``tree_map`` takes 15 us."""
     if isinstance(value, Tensor):
         return _tensor_on(device, value)
     if type(value) is tuple:
-        return tuple([_on(device, each) for each in value])
+        return tuple([on_device(device, each) for each in value])
     return tree_map(partial(_tensor_on, device), value)
 
 

@@ -54,6 +54,7 @@ NO_OPTIMIZER = (
     "engine.step() without an optimizer: pass one to initialize(), or name one in the config under "
     '"optimizer".'
 )
+IN_THE_MIDDLE = "engine.train_batch() in the middle of a step: call it after step()."
 
 
 class TrainingEngine(EngineBase):
@@ -287,7 +288,7 @@ class TrainingEngine(EngineBase):
         self._check_pipeline("train_batch()")
         accumulation = self.accumulation
         if accumulation.micro_steps or accumulation.divided:
-            raise UsageError("engine.train_batch() in the middle of a step: call it after step().")
+            raise UsageError(IN_THE_MIDDLE)
         if self.runtime.optimizer is None:
             raise UsageError(NO_OPTIMIZER)
         if self._pipeline is None:

@@ -156,6 +156,11 @@ class PipelineLinks:
         """The process group of the pipeline."""
         return self.messages.group
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the pipeline, in the order of their stages."""
+        return dist.get_process_group_ranks(self.group)
+
     def abort(self, cause: str = "") -> None:
         """Make the waits of the other ranks for a message of this rank fail now, and its own waits.
 

@@ -121,5 +121,5 @@ class FullParams:
             for index, (local, view, offset, strides) in enumerate(places)
             if not _is_alias_of(local, view)
             or local.storage_offset() != offset
-            or local.stride() != strides
+            or _strides_of(local) != strides
         ]
