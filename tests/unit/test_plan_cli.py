@@ -265,7 +265,7 @@ def test_sequence_ranks_have_a_part_of_the_tokens_and_share_the_shards(run):
 def test_the_experts_of_a_program_are_noticed(run):
     done = run("nets_to_plan:experts", "--verbose")
     text = " ".join(done.output.split())
-    assert "data_shard 2, expert 2" in text
+    assert "data_shard 4, expert 2" in text
     assert "2 ranks share the 4 experts of 1 layer(s): a rank has 2 of each" in text
     assert "one rank computes those of 2 ranks: its peak is" in text
     assert "that share experts" in text
