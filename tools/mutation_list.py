@@ -1181,6 +1181,13 @@ MUTATIONS = [
         "tests/ranks/test_expert_init.py::test_the_results_are_those_of_one_process",
     ),
     Mutation(
+        "planned-tokens-of-one-rank",
+        "experts/dispatch.py",
+        "return [counts[at : at + own] for at in range(0, experts, own)], [counts[:own]] * size",
+        "return [counts[at : at + own] for at in range(0, experts, own)], [counts[:own]]",
+        "tests/accounting/test_expert_plans.py::test_messages_are_those_of_tokens_and_of_places",
+    ),
+    Mutation(
         "experts-taken-by-an-outer-block",
         "experts/construction.py",
         "        for block in _OPEN:\n            stack.enter_context(block.other_experts())\n",
