@@ -23,6 +23,7 @@ from zeroshard.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_chec
 from zeroshard.core.mesh import Mesh
 from zeroshard.engine.expert_export import _Told, united_of
 from zeroshard.parallel import MoE
+from zeroshard.report.record import read_record
 
 SETTING = Setting(residual=True)
 LR = 0.1
@@ -190,6 +191,15 @@ def test_another_number_of_ranks_gets_the_buffers(tmp_path):
         for name, buffer in engine.module.state_dict().items():
             if not name.endswith(("weight", "bias")):
                 assert torch.equal(buffer, saved[name]) or name.endswith("seen"), name
+
+
+@on_ranks(2)
+def test_the_record_of_a_run_has_the_number_of_expert_ranks(tmp_path):
+    with opened(Setting(depth=1), 2, 1, trust={"dump_dir": str(tmp_path)}) as engine:
+        trained(engine, Setting(depth=1), 1)
+    if engine.is_main_rank:
+        (path,) = tmp_path.rglob("steps-*.jsonl")
+        assert read_record(path).first["mesh"]["expert"] == 2
 
 
 def test_names_come_in_the_order_of_places():
