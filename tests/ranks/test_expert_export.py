@@ -62,6 +62,15 @@ def test_all_experts_are_written(ep_size, stage, far, tmp_path):
 
 
 @on_ranks(4)
+def test_experts_beside_tensor_ranks_are_written(tmp_path):
+    mesh = Mesh(data_shard=2, tensor=2)
+    with opened(SETTING, 2, 3, mesh=mesh) as engine:
+        engine.save_16bit_model(tmp_path)
+        found = load_file(tmp_path / "model.safetensors")
+        assert_close(found, dict(tiny.model(SETTING, 1).named_parameters()))
+
+
+@on_ranks(4)
 def test_the_files_of_an_export_have_the_limit_of_their_size(tmp_path):
     with opened(SETTING, 4, 3) as engine:
         engine.save_pretrained(tmp_path, max_shard_size="20KB")

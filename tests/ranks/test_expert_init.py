@@ -88,6 +88,9 @@ def test_initializers_reach_experts_inside_the_block():
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 4, 2))
         for param in net.parameters():
             nn.init.constant_(param, 0.5)
+    for name, param in net.named_parameters():
+        ranks = 1 if "deepspeed_experts" in name else 2  # that have the same
+        assert owner_of(param).context.comm.size == ranks, name
     engine, *_ = zeroshard.initialize(
         model=net, config={**STAGE_3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     )

@@ -74,7 +74,8 @@ class Init:
 
     ``mpu``, ``mesh`` and the configuration may name a mesh, as for :func:`zeroshard.initialize`. If it
     has data-parallel dimensions only, parameters are sharded over all of its ranks. The engine then
-    shards them as the mesh says.
+    shards them as the mesh says. Experts that ranks share (``zeroshard.parallel.MoE``) are sharded over
+    the ranks that have the same ones; parameters that were marked as such before the block stay whole.
 
     Raises:
         RankMismatch: ranks build different models.
