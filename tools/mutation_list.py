@@ -1210,6 +1210,62 @@ MUTATIONS = [
         "for words_WK, theirs in ():",
         "tests/unit/test_expert_layers.py::test_a_gradient_of_an_expert_counts_if_its_own_holders_have_one",
     ),
+    Mutation(
+        "experts-of-other-ranks-exported-as-own",
+        "engine/expert_export.py",
+        "if link is None or not place:",
+        "if True:",
+        "tests/ranks/test_expert_export.py::test_all_experts_are_written",
+    ),
+    Mutation(
+        "stacked-experts-exported-in-place-0",
+        "engine/expert_export.py",
+        "all_N[place * slot.numel :][: part.numel()] = part",
+        "all_N[: part.numel()] = part",
+        "tests/parity/test_transformers_experts.py::test_all_experts_are_exported",
+    ),
+    Mutation(
+        "buffers-of-experts-from-rank-0",
+        "engine/build.py",
+        "watch.experts.get(size, watch.gathers)",
+        "watch.gathers",
+        "tests/ranks/test_expert_export.py::test_buffers_are_those_of_the_experts_of_each_rank",
+    ),
+    Mutation(
+        "experts-of-deepspeed-numbered-by-rank",
+        "checkpoint/deepspeed/expert_files.py",
+        "{place * counts[match[1]] + int(match[2])}",
+        "{int(match[2])}",
+        "tests/unit/test_deepspeed_experts.py::test_masters_and_moments_of_all_experts_come_back",
+    ),
+    Mutation(
+        "experts-of-deepspeed-held-by-neighbours",
+        "checkpoint/deepspeed/expert_files.py",
+        "mesh = Mesh(data_shard=ranks, data_before_expert=int(data_first))",
+        "mesh = Mesh(data_shard=ranks)",
+        "tests/unit/test_deepspeed_experts.py::test_masters_and_moments_of_all_experts_come_back",
+    ),
+    Mutation(
+        "experts-sharded-over-all-ranks-while-built",
+        "zero/init.py",
+        "inner.comm = watch.experts[size]",
+        "inner.comm = self.comm",
+        "tests/ranks/test_expert_init.py::test_the_results_are_those_of_one_process",
+    ),
+    Mutation(
+        "planned-tokens-of-one-rank",
+        "experts/dispatch.py",
+        "return [counts[at : at + own] for at in range(0, experts, own)], [counts[:own]] * size",
+        "return [counts[at : at + own] for at in range(0, experts, own)], [counts[:own]]",
+        "tests/accounting/test_expert_plans.py::test_messages_are_those_of_tokens_and_of_places",
+    ),
+    Mutation(
+        "experts-taken-by-an-outer-block",
+        "experts/construction.py",
+        "        for block in _OPEN:\n            stack.enter_context(block.other_experts())\n",
+        "",
+        "tests/ranks/test_expert_init.py::test_initializers_reach_experts_inside_the_block",
+    ),
     # ------------------------------------------------------------------ device, testing
     Mutation(
         "copy-to-the-host-not-recorded",  # streams of a device only

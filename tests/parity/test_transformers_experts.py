@@ -133,6 +133,30 @@ def test_other_ranks_continue(saved, loaded, tmp_path):
     run_ranks(run, loaded[0], slice(2, 3), loaded[1], loaded[0], 1, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "size", "stage"), [("Mixtral", 2, 3), ("GptOss", 4, 1), ("DeepseekV3", 2, 1)]
+)
+@on_ranks(4)
+def test_all_experts_are_exported(family, size, stage, tmp_path):
+    engine = opened(family, stage, size, 4)
+    try:
+        train(engine, slice(0, STEPS))
+        engine.save_pretrained(tmp_path)
+        state = engine._consolidated_16bit_state_dict()
+        if engine.is_main_rank:
+            import tqdm  # with Transformers
+
+            tqdm.tqdm.monitor_interval = 0  # else a thread of it stays
+            expected, _ = in_one_process(family)
+            whole = getattr(transformers, f"{family}ForCausalLM").from_pretrained(tmp_path)
+            assert list(state) == list(model(family).state_dict())
+            for found in (dict(whole.named_parameters()), state):
+                for name, param in expected.items():
+                    torch.testing.assert_close(found[name].detach(), param, rtol=0, atol=1e-12)
+    finally:
+        engine.close()
+
+
 @on_ranks(2)
 def test_a_model_without_experts_and_a_wrong_number_are_refused():
     sizes = {key: value for key, value in SIZES.items() if key != "num_experts_per_tok"}

@@ -72,6 +72,14 @@ class Run:
     kind: str = "list"  # of the optimizer at stage 0: "list", "flat" or "torch"
     scaler: dict = field(default_factory=lambda: {"cur_scale": 1.0, "dynamic": False})
 
+    def cut(self, group, rank):
+        """Into how many parts a group is cut at stages 1 and 2, and which of them a rank has."""
+        return self.ranks, rank
+
+    def named(self, name, rank):
+        """What the parameter ``name`` in the files of a rank is called in the whole model."""
+        return name
+
 
 def value(name, shape):
     """Different for each parameter and element."""
@@ -165,22 +173,24 @@ def stage_12(run, rank, classes):
     masters, states, paddings, gaps, mappings = [], {}, [], [], []
     for at, names in enumerate(run.groups):
         pieces, filled, begins = [], [], {}
+        ranks, part_of_rank = run.cut(at, rank)
         for name in names:
-            flat = value(name, run.shapes[name]).reshape(-1)
+            flat = value(run.named(name, rank), run.shapes[name]).reshape(-1)
             begins[name] = sum(p.numel() for p in pieces)
             done = begins[name] + flat.numel()
             gap = -done % run.align if name != names[-1] else 0
             pieces += [flat, torch.full((gap,), 99.0)]
             filled.append(gap)
         flat = torch.cat(pieces)
-        pad = -flat.numel() % (2 * run.ranks)
-        part = (flat.numel() + pad) // run.ranks
-        lean = max(0, min(part, flat.numel() - rank * part))
-        mine = torch.cat([flat, torch.full((pad,), 99.0)])[rank * part :][:part]
+        pad = -flat.numel() % (2 * ranks)
+        part = (flat.numel() + pad) // ranks
+        low = part_of_rank * part
+        lean = max(0, min(part, flat.numel() - low))
+        mine = torch.cat([flat, torch.full((pad,), 99.0)])[low:][:part]
         mappings.append(OrderedDict())
         for name, begin in begins.items():
-            first = max(begin - rank * part, 0)
-            last = min(begin + prod(run.shapes[name]) - rank * part, part)
+            first = max(begin - low, 0)
+            last = min(begin + prod(run.shapes[name]) - low, part)
             if first < last:
                 mappings[-1][name] = address = classes.fragment_address()
                 vars(address).update(start=first, numel=last - first)
@@ -204,7 +214,7 @@ def stage_12(run, rank, classes):
         "zero_stage": classes.Stage(run.stage),
         "group_paddings": paddings,
         "param_alignment_paddings": gaps,
-        "partition_count": [run.ranks] * len(run.groups),
+        "partition_count": [run.cut(at, rank)[0] for at in range(len(run.groups))],
         "ds_version": "0.19.8",
         "param_slice_mappings": mappings,
     }

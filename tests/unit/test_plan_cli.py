@@ -61,6 +61,19 @@ class Words(nn.Module):
 def words():
     return Words()
 
+def experts():
+    from zeroshard.parallel import MoE
+
+    class Routed(Net):
+        def __init__(self):
+            super().__init__()
+            self.moe = MoE(WIDTH, lambda: nn.Linear(WIDTH, WIDTH), 4, 2, k=2, drop_tokens=False)
+
+        def forward(self, x):
+            return super().forward(self.moe(x)[0])
+
+    return Routed(), (batch(), None)
+
 def item():
     def scaled(y):
         return y * y.sum().item()
@@ -249,13 +262,22 @@ def test_sequence_ranks_have_a_part_of_the_tokens_and_share_the_shards(run):
     assert "9 tokens, which 2 sequence ranks cannot divide" in plan(2, "--seq", "9")
 
 
+def test_the_experts_of_a_program_are_noticed(run):
+    done = run("nets_to_plan:experts", "--verbose")
+    text = " ".join(done.output.split())
+    assert "data_shard 4, expert 2" in text
+    assert "2 ranks share the 4 experts of 1 layer(s): a rank has 2 of each" in text
+    assert "one rank computes those of 2 ranks: its peak is" in text
+    assert "that share experts" in text
+
+
 @pytest.mark.parametrize(
     "keys", [{"parallel": {"expert": 2}}, {"expert_parallel": {"autoep_size": 2}}]
 )
-def test_ranks_that_share_experts_are_not_planned(run, keys):
+def test_expert_ranks_without_experts_are_an_error(run, keys):
     done = run("nets_to_plan:words", "--seq", "8", **keys)
     assert done.exit_code
-    assert "2 expert ranks, which plans do not model" in " ".join(done.output.split())
+    assert "no layer of the model has experts" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(("distance", "kept"), [(None, 1), (0, 0), (10**9, 2)])

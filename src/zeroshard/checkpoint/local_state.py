@@ -329,6 +329,14 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def state_names(module: nn.Module) -> Iterator[str]:
+    """The names of parameters and buffers in the order of ``module.state_dict()``, and of those that it
+    leaves out."""
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for name in (*owner._parameters, *owner._buffers):
+            yield f"{prefix}.{name}" if prefix else name
+
+
 def other_names(module: nn.Module) -> dict[str, list[str]]:
     """First name of a tied parameter -> its other names."""
     first = {id(param): name for name, param in module.named_parameters()}

@@ -90,6 +90,15 @@ class Mesh:
         big = [f"{dim} {size}" for dim, size in zip(DIMS, self.sizes, strict=True) if size > 1]
         return " x ".join(big) or "data_shard 1"
 
+    @property
+    def text_with_experts(self) -> str:
+        """:attr:`text`, and how many ranks share the experts of a layer.
+
+        >>> Mesh(data_shard=4, expert=2).text_with_experts
+        'data_shard 4, expert 2'
+        """
+        return self.text if self.expert == 1 else f"{self.text}, expert {self.expert}"
+
     def coordinate(self, rank: int) -> Mapping[str, int]:
         """The position of ``rank`` in each dimension."""
         found = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -47,6 +48,7 @@ from zeroshard.engine.tied_units import (
 )
 from zeroshard.engine.unit_plan import layout_digest
 from zeroshard.errors import in_short
+from zeroshard.experts.placement import sizes_of_buffers
 from zeroshard.memory.malloc import return_large_blocks
 from zeroshard.metrics.observe import Observer
 from zeroshard.parallel.initial_values import ValuesByName, is_meta
@@ -243,13 +245,20 @@ def _watch_sequences(draft: Draft, watch: CommSession) -> None:
 
 
 def _share_buffers(draft: Draft, watch: CommSession, draw: FirstValues) -> None:
-    """Move the model's buffers to the device, with the values of rank 0. Collective."""
+    """Move the model's buffers to the device, with the values of rank 0. Collective.
+
+    Those of shared experts get the values of the first rank that has the same experts.
+    """
     keep = kept_buffers(draft.model, draft.loaded.config)
     buffers = place_buffers(draft.model, draft.policy.buffer, draft.device, keep=keep, draw=draw)
-    for at, buffer in enumerate(buffers):
-        for comm in (watch.tensor, watch.gathers):
+    sizes = sizes_of_buffers(draft.model)
+    numbers: dict[int, int] = Counter()  # experts of other ranks may have other buffers
+    for buffer in buffers:
+        size = sizes.get(id(buffer), 1)
+        for comm in (watch.tensor, watch.experts.get(size, watch.gathers)):
             if comm is not None:
-                comm.broadcast(buffer, 0, name=f"buffer {at}").wait()
+                comm.broadcast(buffer, 0, name=f"buffer {numbers[size]}").wait()
+        numbers[size] += 1
 
 
 def _connect(optimizer: ShardedOptimizer, reducer: GradReducer, update: OptimizerStep) -> None:

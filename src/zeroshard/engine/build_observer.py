@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.core.mesh import DIMS
 from zeroshard.device.choice import ops_of
 from zeroshard.engine.draft import Draft
 from zeroshard.engine.optimizer_step import is_simulated
@@ -91,7 +92,7 @@ def _run_log(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> RunLog |
 def _first_line(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> dict[str, Any]:
     """What is known of the run when it starts."""
     mesh, settings = draft.mesh, draft.loaded.config
-    dims = ("pipeline", "data_replicate", "data_shard", "sequence", "tensor")
+    dims = (*DIMS, "expert")
     return {
         "kind": "run",
         "format": RECORD_FORMAT,

@@ -32,6 +32,7 @@ from zeroshard.config.sections import CheckpointConfig
 from zeroshard.core.mesh import Mesh
 from zeroshard.engine.training_state import IMPLEMENTATION, Counters, TrainingState
 from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.experts.matched_groups import matched_groups
 from zeroshard.optim.state_tree import unkeyed
 from zeroshard.zero.life import Life
 
@@ -257,7 +258,7 @@ class CheckpointLoader:
             names = restore.match(source, shapes, strict=strict, elsewhere=other_parameters).names
             shared = source.shared(allow_pickle=self._section.allow_pickle)
             if optimizer_states:
-                _check_groups(source, shared, local, names, state)
+                shared = {**shared, "groups": _fitting_groups(source, shared, local, names, state)}
             if strict:
                 buffers = source.buffers(opened.rank)
                 _check_buffers(buffers, state.module, other_buffers, source.path)
@@ -411,14 +412,17 @@ def _check_buffers(
         )
 
 
-def _check_groups(
+def _fitting_groups(
     source: Source,
     shared: Mapping[str, Any],
     local: LocalState,
     names: Mapping[str, str],
     state: TrainingState,
-) -> None:
-    """Raise :class:`CheckpointError` if optimizer state does not fit, before anything is changed."""
+) -> list[dict[str, Any]]:
+    """The saved options for each param group of the optimizer.
+
+    Raises :class:`CheckpointError` if optimizer state does not fit, before anything is changed.
+    """
     hint = " load_optimizer_states=False loads only the weights."
     saved = shared.get("groups", [])
     kind, own = shared.get("optimizer"), type(state.optimizer).__name__
@@ -428,7 +432,8 @@ def _check_groups(
         raise CheckpointError(
             f"{source.path} was saved with {kind}, and this engine has {own}.{hint}"
         )
-    if len(saved) != len(state.groups):
+    matched = matched_groups(saved, state.groups)
+    if matched is None:
         raise CheckpointError(
             f"{source.path} has {len(saved)} param groups, and this optimizer has "
             f"{len(state.groups)}.{hint}"
@@ -436,11 +441,15 @@ def _check_groups(
     for unit in local.units:
         for fqn, group in local.groups(unit).items():
             there = source.parameters[names[fqn]].group if fqn in names else None
-            if there is not None and there != group:
+            if there is not None and group not in matched[there]:
                 raise CheckpointError(
                     f"{source.path}: {fqn!r} was in param group {there}, and is in group {group} "
                     f"now: options such as the weight decay would go to the wrong parameters.{hint}"
                 )
+    return [
+        next(saved[at] for at, groups in enumerate(matched) if number in groups)
+        for number in range(len(state.groups))
+    ]
 
 
 def _restore_group(group: dict[str, Any], saved: Mapping[str, Any], *, same_class: bool) -> None:

@@ -21,12 +21,12 @@ from zeroshard.core.layout import SlotBlock
 from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import memory_nbytes, own_device
+from zeroshard.engine.expert_stacks import place_all
 from zeroshard.engine.preemption import check_can_save_in
 from zeroshard.engine.restarts import batch_of_run
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
 from zeroshard.engine.wrapping import cut_block
 from zeroshard.errors import UnsupportedError, UsageError
-from zeroshard.experts.placement import place_experts
 from zeroshard.experts.stacked import expert_block
 from zeroshard.metrics.monitors import Monitors, build_monitors
 from zeroshard.metrics.sinks import check_packages
@@ -123,7 +123,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     note_kinds(model.parameters())
     copies = head_copies(model.parameters())  # of all stages: every rank opens the same groups
     ties = model.ties if isinstance(model, PipelineModel) else None
-    experts = place_experts(model, mesh, rank_info.rank, loaded.origins["parallel.expert"], ties)
+    experts = place_all(model, mesh, loaded, rank_info.rank, ties)
     mesh = replace(mesh, expert=max(experts, default=1))
     policy = policy_from(settings)
     if isinstance(model, PipelineModel):
@@ -166,15 +166,13 @@ _NO_INIT = (
 
 
 def check_tensor_ranks(model: nn.Module, mesh: Mesh) -> None:
-    """Check that a model for tensor or expert ranks was not built under ``zero.Init``.
+    """Check that a model for tensor ranks was not built under ``zero.Init``.
 
     Raises:
         UnsupportedError: it was.
     """
-    kind = "tensor" if mesh.tensor > 1 else "expert"
-    is_cut = mesh.tensor * mesh.expert > 1
-    if is_cut and any(owner_of(param) is not None for param in model.parameters()):
-        raise UnsupportedError(f"{_INIT}, and {kind} ranks have other parts. {_NO_INIT}")
+    if mesh.tensor > 1 and any(owner_of(param) is not None for param in model.parameters()):
+        raise UnsupportedError(f"{_INIT}, and tensor ranks have other parts. {_NO_INIT}")
 
 
 def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +28,12 @@ from zeroshard.checkpoint.export_plan import (
     parse_size,
     plan_shards,
 )
-from zeroshard.checkpoint.local_state import persistent_buffers
+from zeroshard.checkpoint.local_state import global_shape, persistent_buffers, state_names
 from zeroshard.comm.agreement import run_on_all_ranks
-from zeroshard.comm.dtensors import whole_of
-from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.core.layout import Slot
+from zeroshard.engine.expert_export import SharedExperts, find_shared, names_of_experts
+from zeroshard.errors import UsageError
+from zeroshard.zero.unit import Unit
 
 LP_PARAMS = "lp_params"
 
@@ -133,31 +135,23 @@ def consolidated_16bit_state_dict(
 class _Weights:
     """What an export writes.
 
-    ``params``: by first name, in the order of the units. ``names``: all names of each. ``buffers``:
-    persistent ones. ``written``: the name of each tensor in safetensors.
+    ``params``: those of this rank by first name, in the order of the units. ``names``: all names of each
+    parameter of the whole model. ``buffers``: persistent ones, without those of ``experts``, which ranks
+    share. ``planned``: descriptions of all tensors, in the order of :func:`_stream`. Every rank has
+    rank 0's names.
     """
 
     params: dict[str, nn.Parameter]
     names: dict[str, tuple[str, ...]]
     buffers: dict[str, Tensor]
-    written: dict[str, str]
-
-    def planned(self) -> list[Weight]:
-        """Descriptions of the tensors, in the order of :func:`_stream`."""
-        tensors = {**self.params, **self.buffers}
-        return [Weight(self.written[n], t.dtype, tuple(t.shape)) for n, t in tensors.items()]
+    experts: SharedExperts
+    planned: list[Weight]
 
 
 def _weights_of(
     engine: Any, *, exclude_frozen_parameters: bool, adapters: Sequence[str] | None = None
 ) -> _Weights:
     engine.life.check("saving weights", LP_PARAMS)
-    if engine.mesh.expert > 1:
-        raise UnsupportedError(
-            f"{engine.mesh.expert} ranks share the experts of a layer; this call writes those of rank 0, "
-            "a part of them. Save a checkpoint with engine.save_checkpoint(), and write its "
-            "weights, which are those of all experts, with: zeroshard ckpt export DIR --out model"
-        )
     module = engine.module
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -168,11 +162,30 @@ def _weights_of(
         for slot, param in zip(unit.layout.slots, unit.params, strict=True)
         if _is_wanted(slot.fqn, param, exclude_frozen_parameters, adapters)
     }
-    aliases = {fqn: _first(fqn, names[id(param)]) for fqn, param in taken.items()}
+    own = {fqn: _first(fqn, names[id(param)]) for fqn, param in taken.items()}
     buffers = persistent_buffers(module) if adapters is None else {}
+    experts = find_shared(engine, own, buffers)
+    if experts.buffers:
+        apart = set(names_of_experts(module))
+        buffers = {name: buffer for name, buffer in buffers.items() if name not in apart}
     tied = _tied_names(module)
-    written = {fqn: loaded_name(aliases[fqn], tied) for fqn in taken}
-    return _Weights(taken, aliases, buffers, {**written, **{name: name for name in buffers}})
+    aliases: dict[str, tuple[str, ...]] = {}
+    planned: list[Weight] = []
+    for unit, slots in _slots_of(engine, taken):
+        for slot, all_names in experts.named(unit, slots, own):
+            aliases[all_names[0]] = all_names
+            name = loaded_name(all_names, tied)
+            planned.append(Weight(name, taken[slot.fqn].dtype, global_shape(slot)))
+    planned += [Weight(name, each.dtype, tuple(each.shape)) for name, each in buffers.items()]
+    planned += [Weight(b.name, getattr(torch, b.dtype), tuple(b.shape)) for b in experts.buffers]
+    return _Weights(taken, aliases, buffers, experts, planned)
+
+
+def _slots_of(engine: Any, taken: Collection[str]) -> Iterator[tuple[Unit, list[Slot]]]:
+    """The units of which some parameters are exported, and these."""
+    for unit in engine.runtime.units:
+        if slots := [slot for slot in unit.layout.slots if slot.fqn in taken]:
+            yield unit, slots
 
 
 def _is_wanted(
@@ -200,20 +213,16 @@ def _tied_names(module: nn.Module) -> Iterable[str]:
 def _stream(engine: Any, weights: _Weights) -> Generator[tuple[str, Tensor], None, None]:
     """Full values by first name, one unit in memory at a time, then the buffers. Collective."""
     engine._update.all_gather_late()
-    for unit in engine.runtime.units:
-        slots = [slot for slot in unit.layout.slots if slot.fqn in weights.params]
-        if not slots:
-            continue
+    for unit, slots in _slots_of(engine, weights.params):
         unit.wait_for_unshard()
         unit.write_back_edits()
         nbytes = 0 if unit.resident else unit.full_nbytes
         with engine.runtime.ledger.lend("saving weights", nbytes):
             full_N = unit.full_N if unit.resident else unit.gathered_copy()
-            for slot in slots:
-                local = full_N[slot.start : slot.stop].view(slot.shape).detach()
-                yield slot.fqn, whole_of(weights.params[slot.fqn], local)
-            del full_N, local
+            yield from weights.experts.values(unit, slots, full_N)
+            del full_N
     yield from weights.buffers.items()
+    yield from weights.experts.values_of_buffers(engine.module)
 
 
 class _Agreed:
@@ -261,9 +270,10 @@ def _write(
     max_shard_size: int | str | None,
 ) -> _Agreed:
     """Stream all weights into safetensors files. Every rank knows the plan, so also where files end."""
-    planned = weights.planned()
+    planned = weights.planned
     shards = plan_shards(planned, filename=filename, max_nbytes=parse_size(max_shard_size))
     ends = {shard.weights[-1].name for shard in shards if shard.weights}
+    names = iter(weight.name for weight in planned)
     agreed = _Agreed(engine, call)
     with ExitStack() as stack:
 
@@ -274,8 +284,8 @@ def _write(
 
         exporter = agreed.run(begin)
         agreed.settle()
-        for fqn, tensor in stack.enter_context(closing(_stream(engine, weights))):
-            name = weights.written[fqn]
+        for _, tensor in stack.enter_context(closing(_stream(engine, weights))):
+            name = next(names)
             if exporter is not None:
                 agreed.run(exporter.put, name, pieces_of(tensor))
             del tensor  # a view of its unit, which must be freed before the next one is gathered
@@ -303,16 +313,16 @@ def _state_dict(engine: Any, call: str, weights: _Weights) -> dict[str, Tensor]:
     if not engine.is_main_rank:
         return {}
     canonical = {name: fqn for fqn, names in weights.names.items() for name in names}
-    canonical |= {name: name for name in weights.buffers}
+    canonical |= {name: name for name in copies}
     return {
-        name: copies[canonical[name]] for name in _state_order(engine.module) if name in canonical
+        name: copies[canonical[name]] for name in _state_order(engine, weights) if name in canonical
     }
 
 
-def _state_order(module: nn.Module) -> Iterator[str]:
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        for name in (*owner._parameters, *owner._buffers):
-            yield f"{prefix}.{name}" if prefix else name
+def _state_order(engine: Any, weights: _Weights) -> Iterator[str]:
+    for name in state_names(engine.module):
+        yield name
+        yield from weights.experts.after.get(name, ())
 
 
 def _write_bin(state: dict[str, Tensor], save_dir: Path, filename: str) -> None:

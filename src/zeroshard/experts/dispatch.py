@@ -6,12 +6,15 @@ each of ``P`` ranks. ``K``: experts per token. ``C``: places of a rank at each e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.experts.gate import Routes
 from zeroshard.experts.token_exchange import exchange_counts, exchange_rows
@@ -75,12 +78,7 @@ def dispatch_all(
     # Tokens that go nowhere (padding) come last, and are cut off.
     key = torch.where(expert >= 0, expert, experts)
     order = key.argsort(stable=True)
-    counts_E = torch.bincount(key, minlength=experts + 1)[:experts]
-    size = 1 if group is None else group.size()
-    counts_PL = counts_E.view(size, -1)
-    got_PL = counts_PL if group is None else exchange_counts(counts_PL, group)
-    # One copy to the host for both.
-    sent, got = torch.stack([counts_PL, got_PL]).tolist()
+    sent, got = _sizes(key, experts, group)
     num_sent = [sum(row) for row in sent]
     order = order[: sum(num_sent)]
     rows = x_SM[order // per_token]
@@ -93,6 +91,68 @@ def dispatch_all(
         done = _by_expert(rows, got, run)
     back = torch.zeros(len(expert), done.shape[1], dtype=done.dtype, device=done.device)
     return _weighted(back.index_copy(0, order, done), routes)
+
+
+def _sizes(
+    key: Tensor, experts: int, group: dist.ProcessGroup | None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """How many rows this rank sends to each expert of each rank, and how many it gets from each rank.
+
+    ``key``: the expert of each row, in any order; ``experts`` for rows that go nowhere.
+    """
+    size = 1 if group is None else group.size()
+    if isinstance(key, FakeTensor):  # a plan, which has no values
+        counts_PL = key.new_empty(size, experts // size)
+        if group is not None:
+            exchange_counts(counts_PL, group)
+        place = 0 if group is None else group.rank()
+        return planned_sizes(len(key), experts, size, place if _ALL_HERE.get() else None)
+    counts_PL = torch.bincount(key, minlength=experts + 1)[:experts].view(size, -1)
+    got_PL = counts_PL if group is None else exchange_counts(counts_PL, group)
+    # One copy to the host for both.
+    sent, got = torch.stack([counts_PL, got_PL]).tolist()
+    return sent, got
+
+
+_ALL_HERE: ContextVar[bool] = ContextVar("all tokens go to the experts of this rank", default=False)
+
+
+@contextlib.contextmanager
+def all_tokens_here() -> Iterator[None]:
+    """In plans, which have no values, let the tokens of all ranks go to the experts of this rank.
+
+    Outside of the context they are spread evenly.
+    """
+    before = _ALL_HERE.set(True)
+    try:
+        yield
+    finally:
+        _ALL_HERE.reset(before)
+
+
+def planned_sizes(
+    rows: int, experts: int, size: int, place: int | None = None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """What :func:`dispatch_all` is planned to exchange: rows for each expert of each rank, and from them.
+
+    Each rank has ``rows``. ``place``: all go to the experts of this rank; None: to all experts, and this
+    rank has the first ones, which get one more if ``rows`` does not divide.
+
+    >>> planned_sizes(6, 4, 2), planned_sizes(6, 4, 2, place=1)
+    (([[2, 2], [1, 1]], [[2, 2], [2, 2]]), ([[0, 0], [3, 3]], [[3, 3], [3, 3]]))
+    """
+    own = experts // size
+    if place is not None:
+        counts = _spread(rows, own)
+        sent = [counts if at == place else [0] * own for at in range(size)]
+        return sent, [counts] * size
+    counts = _spread(rows, experts)
+    return [counts[at : at + own] for at in range(0, experts, own)], [counts[:own]] * size
+
+
+def _spread(rows: int, parts: int) -> list[int]:
+    least, more = divmod(rows, parts)
+    return [least + (part < more) for part in range(parts)]
 
 
 def _by_expert(rows: Tensor, got_PL: Sequence[Sequence[int]], run: RunExperts) -> Tensor:

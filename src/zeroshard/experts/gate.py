@@ -71,7 +71,7 @@ def capacity_of(tokens: int, experts: int, per_token: int, how: Selection) -> in
 
 def _gumbel_like(x: Tensor) -> Tensor:
     zero = torch.zeros((), dtype=x.dtype, device=x.device)
-    drawn: Tensor = torch.distributions.Gumbel(zero, zero + 1).rsample(x.shape)
+    drawn: Tensor = torch.distributions.Gumbel(zero, zero + 1, validate_args=False).rsample(x.shape)
     return drawn
 
 

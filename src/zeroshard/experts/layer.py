@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,6 +15,7 @@ from zeroshard.comm.env import current_rank_info
 from zeroshard.comm.layer_calls import announce
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UsageError
+from zeroshard.experts.construction import making_others, making_own
 from zeroshard.experts.dispatch import Dispatcher, dispatch_all, dispatch_to_places
 from zeroshard.experts.gate import TopKGate
 from zeroshard.experts.marks import mark
@@ -153,14 +155,17 @@ class MoE(nn.Module):
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.makes_experts = not isinstance(expert, nn.Module)
-        place = _own_place(ep_size, mesh)
+        mesh = _mesh_of_run(ep_size, mesh)
+        place = mesh.expert_place(current_rank_info().rank, ep_size) if ep_size > 1 else 0
         first = place * self.num_local_experts
-        own = _own_experts(expert, num_experts, first, self.num_local_experts)
+        with making_own(mesh, ep_size) if ep_size > 1 else contextlib.nullcontext():
+            own = _own_experts(expert, num_experts, first, self.num_local_experts)
+            experts = Experts(own, first, ep_size)
         gate = TopKGate(
             hidden_size, num_experts, k, capacity_factor, eval_capacity_factor, min_capacity,
             noisy_gate_policy, drop_tokens, use_rts, None, top2_2nd_expert_sampling,
         )  # fmt: skip
-        self.deepspeed_moe = MOELayer(gate, Experts(own, first, ep_size), ep_size, num_experts)
+        self.deepspeed_moe = MOELayer(gate, experts, ep_size, num_experts)
         if use_residual:
             self.mlp = expert if isinstance(expert, nn.Module) else expert()
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -199,15 +204,20 @@ class MoE(nn.Module):
             )
         self.deepspeed_moe.experts.deepspeed_experts.renumber(place * self.num_local_experts)
 
+    @property
+    def link(self) -> TokenLink:
+        """What connects the ranks that share the experts."""
+        return self.deepspeed_moe._link
+
     def connect(self, group: dist.ProcessGroup | None) -> None:
         """Send tokens in ``group`` from now on: the ranks that share the experts, in order."""
-        self.deepspeed_moe._link.group = group
+        self.link.group = group
         if group is not None:
             announce(group)
 
     def disconnect(self) -> None:
         """Send no tokens any more, and forget the last call: its loss holds the graph of the model."""
-        self.deepspeed_moe._link.group = None
+        self.link.group = None
         self.deepspeed_moe.l_aux = self.deepspeed_moe.exp_counts = None
 
     def forward(
@@ -246,19 +256,18 @@ def check_sizes(num_experts: int, ep_size: int) -> None:
         )
 
 
-def _own_place(ep_size: int, mesh: Mesh | None) -> int:
-    """Which part of the experts this rank has, as far as it is known before ``initialize``."""
+def _mesh_of_run(ep_size: int, mesh: Mesh | None) -> Mesh:
+    """The mesh, as far as it is known before ``initialize``."""
     if ep_size == 1:
-        return 0
-    info = current_rank_info()
-    mesh = mesh or Mesh(data_shard=info.world_size)
-    if mesh.world_size != info.world_size:
+        return mesh or Mesh()
+    world_size = current_rank_info().world_size
+    mesh = mesh or Mesh(data_shard=world_size)
+    if mesh.world_size != world_size:
         raise UsageError(
-            f"MoE: mesh is {mesh.text}, which is {mesh.world_size} ranks, but there are "
-            f"{info.world_size}."
+            f"MoE: mesh is {mesh.text}, which is {mesh.world_size} ranks, but there are {world_size}."
         )
     mesh.check_experts(ep_size)
-    return mesh.expert_place(info.rank, ep_size)
+    return mesh
 
 
 def _own_experts(
@@ -268,13 +277,17 @@ def _own_experts(
         return [copy.deepcopy(expert) for _ in range(count)]
     own = []
     for number in range(num_experts):
-        made = expert()  # also the experts of other ranks: so the random numbers are the same
+        is_own = first <= number < first + count
+        # Also the experts of other ranks: so the random numbers are the same.
+        with contextlib.nullcontext() if is_own or count == num_experts else making_others():
+            made = expert()
         if not isinstance(made, nn.Module):
             raise UsageError(
                 f"MoE: expert() returned a {type(made).__name__}. It must make a new module on each call."
             )
-        if first <= number < first + count:
+        if is_own:
             own.append(made)
+        del made  # before the next one is made
     if len({id(one) for one in own}) < len(own):
         raise UsageError(
             "MoE: expert() returned the same module twice. It must make a new one on each call; to "

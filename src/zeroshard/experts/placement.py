@@ -11,33 +11,39 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.experts.layer import MoE
 from zeroshard.experts.marks import ranks_of_layer
-from zeroshard.experts.stacked import SharedStack, share_stacks
+from zeroshard.experts.stacked import SharedStack, WholeValues, share_stacks
+from zeroshard.experts.token_exchange import TokenLink
 
 logger = logging.getLogger("zeroshard")
 
 
 def place_experts(
-    model: nn.Module, mesh: Mesh, rank: int, origin: str, ties: Collection[str] | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    rank: int,
+    origin: str,
+    ties: Collection[str] | None = None,
+    whole: WholeValues = lambda param: param.data,
 ) -> tuple[int, ...]:
     """How many ranks share the experts of a layer: each number above 1 once, in order.
 
     Gives the experts in ``model`` the numbers that those of ``rank`` have. ``model`` has the layers of
     all pipeline stages. ``origin``: who gave the mesh its number of expert ranks, for messages. ``ties``:
-    parameters of several pipeline stages; None: the model is no pipeline.
+    parameters of several pipeline stages; None: the model is no pipeline. ``whole``: see
+    :func:`~.stacked.share_stacks`.
 
     Raises:
         UsageError: a layer's ``ep_size`` does not fit the mesh, or an expert has no name of its own.
-        UnsupportedError: the mesh has replicas, or experts that ranks share have buffers.
+        UnsupportedError: the mesh has replicas, or stacked experts that ranks share have buffers.
     """
     if mesh.expert > 1:
-        share_stacks(model, mesh, rank, origin)
+        share_stacks(model, mesh, rank, origin, whole)
     layers = expert_layers(model)
     for name, layer in layers.items():
         if isinstance(layer, MoE):
             _place_layer(name, layer, mesh, rank, origin, may_rename=ties is None)
-        if layer.ep_size > 1:
-            experts = layer.deepspeed_moe.experts if isinstance(layer, MoE) else layer
-            _refuse_buffers(name, experts, layer.ep_size)
+        elif layer.ep_size > 1:
+            _refuse_buffers(name, layer, layer.ep_size)
     found = _sizes_of(model, layers.values(), ties or ())
     if mesh.expert > 1 and not found:
         raise UsageError(
@@ -58,6 +64,15 @@ def expert_layers(model: nn.Module) -> dict[str, MoE | SharedStack]:
     """The layers of ``model`` whose experts ranks may share, by name."""
     kinds = (MoE, SharedStack)
     return {name: each for name, each in model.named_modules() if isinstance(each, kinds)}
+
+
+def links_of(model: nn.Module) -> dict[int, TokenLink]:
+    """What connects the ranks that share experts, by their number, of the layers that are connected."""
+    return {
+        layer.ep_size: layer.link
+        for layer in expert_layers(model).values()
+        if layer.link.group is not None
+    }
 
 
 def _place_layer(
@@ -81,14 +96,24 @@ def _place_layer(
 
 
 def _refuse_buffers(name: str, experts: nn.Module, size: int) -> None:
-    """Buffers are those of rank 0 on every rank of a shard group, and in checkpoints."""
+    """It is unknown which part of a buffer of stacked experts belongs to which expert."""
     found = [leaf for leaf, _ in experts.named_buffers()]
     if found:
         raise UnsupportedError(
-            f"experts of the layer {name!r}, which {size} ranks share, have buffers ({found[0]!r} and "
-            f"{len(found) - 1} more): every rank would get those of rank 0's experts. Use experts "
-            "without buffers (LayerNorm instead of BatchNorm), or ep_size 1."
+            f"the stacked experts {name!r}, which {size} ranks share, have buffers ({found[0]!r} and "
+            f"{len(found) - 1} more), and it is unknown which part of them belongs to which expert. Use "
+            "zeroshard.parallel.MoE, whose experts may have buffers, or leave out the expert ranks."
         )
+
+
+def sizes_of_buffers(model: nn.Module) -> dict[int, int]:
+    """``id`` of each buffer of an expert -> how many ranks share the experts of its layer (above 1)."""
+    return {
+        id(buffer): layer.ep_size
+        for layer in expert_layers(model).values()
+        if isinstance(layer, MoE) and layer.ep_size > 1
+        for buffer in layer.deepspeed_moe.experts.buffers()
+    }
 
 
 def _sizes_of(

@@ -9,7 +9,7 @@ computes them.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -42,21 +42,21 @@ class SharedStack(nn.Module):
     all_experts: int
     ep_size: int
     num_experts: int
-    _link: TokenLink
+    link: TokenLink
 
     def connect(self, group: dist.ProcessGroup | None) -> None:
         """Send tokens in ``group`` from now on."""
-        self._link.group = group
+        self.link.group = group
         if group is not None:
             announce(group)
 
     def disconnect(self) -> None:
         """Send no tokens any more."""
-        self._link.group = None
+        self.link.group = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``[S, M]``, numbers in the layer ``[S, K]``, weights ``[S, K]`` -> ``[S, M]``."""
-        if self._link.group is None:
+        if self.link.group is None:
             raise UsageError(
                 f"the experts of a {self.first_class.__name__} are shared by {self.ep_size} ranks, "
                 "which are not connected: their engine was closed, or never finished. Build the "
@@ -66,7 +66,7 @@ class SharedStack(nn.Module):
         routes = Routes(
             top_k_index, torch.zeros_like(top_k_index), top_k_weights, None, counts_E, counts_E
         )
-        return dispatch_all(hidden_states, routes, self._run, self._link.group)
+        return dispatch_all(hidden_states, routes, self._run, self.link.group)
 
     def _run(self, rows: Sequence[Tensor]) -> list[Tensor]:
         sizes = [each.shape[-2] for each in rows]
@@ -75,7 +75,9 @@ class SharedStack(nn.Module):
             # Without a gradient here, backward would not exchange, while other ranks wait for it.
             touched = sum(param.reshape(-1)[:0].sum() for param in self.parameters())
             return list((joined + touched).split(sizes))
-        numbers = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        numbers = torch.arange(len(sizes)).repeat_interleave(
+            torch.tensor(sizes), output_size=sum(sizes)
+        )
         index = numbers.to(joined.device, non_blocking=True).unsqueeze(1)
         done: Tensor = self.first_class.forward(
             self, joined, index, joined.new_ones(len(joined), 1)
@@ -94,18 +96,24 @@ def expert_block(param: Any) -> SlotBlock | None:
     return found
 
 
-def share_stacks(model: nn.Module, mesh: Mesh, rank: int, origin: str) -> None:
+WholeValues = Callable[[nn.Parameter], Tensor]
+"""Gives the values of a parameter that may be sharded; it is plain afterwards. Collective then."""
+
+
+def share_stacks(
+    model: nn.Module, mesh: Mesh, rank: int, origin: str, whole: WholeValues = lambda p: p.data
+) -> None:
     """Keep this rank's part of all experts that the model's plan names. Parameters stay the same objects.
 
-    ``origin``: who gave ``mesh.expert``, for messages.
+    ``origin``: who gave ``mesh.expert``, for messages. One whole parameter is in memory at a time.
 
     Raises:
         UsageError: the numbers do not divide.
-        UnsupportedError: the model is sharded already, or has no memory yet.
+        UnsupportedError: a parameter has no memory yet, or is not stacked.
     """
     size = mesh.expert
     place = mesh.expert_place(rank, size)
-    for name, module in _planned(model).items():
+    for name, module in planned_stacks(model).items():
         if isinstance(module, SharedStack):  # by an engine before
             _check_same(name, module, size)
             continue
@@ -121,7 +129,7 @@ def share_stacks(model: nn.Module, mesh: Mesh, rank: int, origin: str) -> None:
         for param in module.parameters():
             shape = tuple(param.shape)
             with torch.no_grad():
-                param.data = param.data[place * own : (place + 1) * own].clone()
+                param.data = whole(param)[place * own : (place + 1) * own].clone()
             start = (place * own, *(0 for _ in shape[1:]))
             block = SlotBlock(shape, start, frozenset({"expert"}), param.numel())
             setattr(param, _BLOCK, block)
@@ -130,7 +138,7 @@ def share_stacks(model: nn.Module, mesh: Mesh, rank: int, origin: str) -> None:
         shared: Any = module
         shared.__class__ = _shared_class(shared.__class__)
         shared.all_experts, shared.num_experts, shared.ep_size = experts, own, size
-        shared._link = link
+        shared.link = link
 
 
 def _joined(local: Tensor, *, link: TokenLink) -> Tensor:
@@ -142,7 +150,7 @@ def _joined(local: Tensor, *, link: TokenLink) -> Tensor:
     return exchange_rows(rows, sent, sent, link.group).view(-1, *local.shape[1:])
 
 
-def _planned(model: nn.Module) -> dict[str, nn.Module]:
+def planned_stacks(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of experts that the model's own plan names."""
     config: Any = getattr(model, "config", None)
     text = text_config(config)
@@ -179,6 +187,5 @@ def _check_memory(name: str, module: nn.Module, experts: int) -> None:
         if not param.dim() or param.shape[0] != experts:
             raise UnsupportedError(
                 f"{name}.{leaf} has the shape {tuple(param.shape)}, and the layer {experts} experts: "
-                "it is unknown which part of it belongs to which expert, for instance because the "
-                "model was built under zero.Init. Build it without."
+                "it is unknown which part of it belongs to which expert."
             )

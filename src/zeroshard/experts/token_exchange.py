@@ -28,6 +28,20 @@ class TokenLink:
     def __reduce__(self) -> Any:
         return TokenLink, ()  # a layer that is loaded from a file is not connected
 
+    def to_first(self, own: Tensor, place: int, numel: int) -> Tensor:
+        """The ``numel`` values ``own`` of the rank at ``place``, on the first rank: flat. Collective.
+
+        Empty on the other ranks, whose ``own`` only says dtype and device.
+        """
+        group = self.group
+        assert group is not None
+        me, ranks = group.rank(), range(group.size())
+        sends, receives = me == place, me == 0
+        rows = own.detach().reshape(-1, 1) if sends else own.new_empty(0, 1)
+        sent = [numel if sends and at == 0 else 0 for at in ranks]
+        got = [numel if receives and at == place else 0 for at in ranks]
+        return exchange_rows(rows, sent, got, group).view(-1)
+
 
 def exchange_rows(
     rows_NM: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup

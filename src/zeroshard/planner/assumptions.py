@@ -10,7 +10,7 @@ from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.mesh_sources import resolve_mesh
 from zeroshard.core.sizes import gib_text
-from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.errors import UsageError
 from zeroshard.planner.gpu_kernels import Target
 
 NOT_MODELLED = (
@@ -72,19 +72,7 @@ def check_tokens(length: int | None, mesh: Mesh) -> None:
 
 
 def mesh_of(config: Config, ranks: int) -> Mesh:
-    """The mesh of a configuration on ``ranks`` ranks.
-
-    Raises:
-        UnsupportedError: ranks share the experts of a layer. How many tokens an expert gets is not known
-            without values.
-    """
-    if config.parallel.expert > 1:
-        raise UnsupportedError(
-            f"the configuration has {config.parallel.expert} expert ranks, which plans do not model: how "
-            "many tokens an expert gets depends on their values. Leave parallel.expert (or "
-            "expert_parallel.autoep_size) out to plan the model with experts that ZeRO shards over all "
-            "ranks: at stage 3 a rank then has equally much at rest, and gathers more."
-        )
+    """The mesh of a configuration on ``ranks`` ranks."""
     named = mesh_from_config(config)
     return resolve_mesh([] if named is None else [named], ranks).mesh
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from zeroshard.comm.simulation import diverged, lone_rank
+from zeroshard.comm.simulation import lone_rank
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.config.fields import is_auto
 from zeroshard.config.machine_file import MachineFile, Number, check_links
@@ -29,6 +30,7 @@ from zeroshard.planner.assumptions import (
     stands_for_all,
 )
 from zeroshard.planner.audience import SILENT, Audience
+from zeroshard.planner.expert_needs import said_of_experts
 from zeroshard.planner.explained import FACTORY_HINT, explained
 from zeroshard.planner.gpu_kernels import Target
 from zeroshard.planner.largest_batch import largest_batch, limit_of
@@ -42,7 +44,7 @@ from zeroshard.planner.own_batch import (
 )
 from zeroshard.planner.plan import Plan, StageNeeds
 from zeroshard.planner.simulate import simulate
-from zeroshard.planner.simulated import Simulation
+from zeroshard.planner.simulated import Simulation, check_order
 from zeroshard.planner.step_time import StepTime, stage_times, step_time
 
 WITHOUT_EFFECT = {
@@ -102,7 +104,11 @@ def make_plan(
             task, kind, machine, asked_nbytes,
             with_events=with_events, ranks_per_node=ranks_per_node or ranks,
         )  # fmt: skip
-    _check_order(of_stages)
+        again = partial(_peak_again, task, kind, machine, asked_nbytes, ranks_per_node or ranks)
+        layers = [layer for each in of_stages for layer in each.experts]
+        said = said_of_experts(layers, None if few else again)
+    check_order(of_stages)
+    task = replace(task, assumed=(*task.assumed, *said))
     return _plan_of(task, of_stages, kind, machine, asked_nbytes, ranks_per_node)
 
 
@@ -126,7 +132,7 @@ def _plan_of(
     passes_blocks = is_cut and shares_memory(kind, mesh.world_size, task.chosen)
     return Plan(
         task.source.name,
-        mesh,
+        replace(mesh, expert=max(each.mesh.expert for each in of_stages)),
         settings.zero_optimization.stage,
         _size_of(settings),
         limit_nbytes,
@@ -256,6 +262,14 @@ def _simulated(
     ]  # fmt: skip
 
 
+def _peak_again(
+    task: _Task, kind: Target, machine: MachineFile | None, asked_nbytes: int | None, per_node: int
+) -> int:
+    """The highest peak of another simulation."""
+    found = _simulated(task, kind, None, asked_nbytes, with_events=False, ranks_per_node=per_node)
+    return max(_peak_of(each, machine) for each in found)
+
+
 def _assumed(
     task: _Task,
     found: Simulation,
@@ -281,20 +295,6 @@ def _limit(
         return asked_nbytes, []
     limit_nbytes, said = device_memory(machine, communicators)
     return limit_nbytes, [said]
-
-
-def _check_order(of_ranks: Sequence[Simulation]) -> None:
-    """Check that simulated ranks call the same collectives over the groups that they share.
-
-    Raises:
-        UsageError: they do not.
-    """
-    wrong = diverged({found.rank: found.histories for found in of_ranks})
-    if wrong:
-        raise UsageError(
-            f"{wrong[0]}. The ranks of a run would wait for each other there. Let all ranks make the "
-            "same calls of the engine, in the same order."
-        )
 
 
 def _enough(source: ModelSource, mesh: Mesh) -> int | None:

@@ -133,7 +133,7 @@ class Plan:
         read, written = found.swapped
         return {
             "model": self.model, "target": self.target, "parameters": found.params_numel,
-            "mesh": self.mesh.text, "ranks": self.mesh.world_size, "rank": found.rank,
+            "mesh": self.mesh.text_with_experts, "ranks": self.mesh.world_size, "rank": found.rank,
             "ranks_per_node": self.ranks_per_node,
             "stage": self.stage, "micro_batch": self.micro_batch,
             "fits": self.fits, "limit_nbytes": self.limit_nbytes,

@@ -225,7 +225,8 @@ def _parts(plan: Plan, verbose: bool) -> Iterator[str | Table]:
         yield from change_lines(plan.changes)
     yield from _one_more(plan)
     yield (
-        f"{plan.model}: {found.params_numel:,} parameters, stage {plan.stage}, {plan.mesh.text}, "
+        f"{plan.model}: {found.params_numel:,} parameters, stage {plan.stage}, "
+        f"{plan.mesh.text_with_experts}, "
         f"micro-batch {plan.micro_batch}; "
         f"state at rest {gib_text(plan.states_nbytes())}"
     )

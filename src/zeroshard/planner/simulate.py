@@ -39,6 +39,7 @@ from zeroshard.parallel.split import PipelineModel
 from zeroshard.planner.allocations import Allocations
 from zeroshard.planner.boundaries import stage_inputs
 from zeroshard.planner.checkpoint_phases import checkpoint_phases
+from zeroshard.planner.expert_needs import shared_layers
 from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.gpu_kernels import Target, kernels_of
 from zeroshard.planner.packed_rows import rows_as_in
@@ -404,6 +405,7 @@ def _result(
         tuple(log.starts),
         kept=tuple(unit.name for unit in engine.runtime.units if unit.name in log.kept),
         histories=log.histories(),
+        experts=shared_layers(model, mesh, rank),
     )
 
 
@@ -462,6 +464,8 @@ def group_name(mesh: Mesh, rank: int, ranks: Sequence[int]) -> str:
     'tensor'
     >>> group_name(Mesh(data_shard=4, node=2), 3, [2, 3])
     'node'
+    >>> group_name(Mesh(data_shard=8, expert=4), 3, [3, 7])
+    'same of 4 parts of experts'
     """
     if mesh.node > 1:
         for name, own in (("node", mesh.node_group(rank)), ("nodes", mesh.across_nodes(rank))):
@@ -470,4 +474,11 @@ def group_name(mesh: Mesh, rank: int, ranks: Sequence[int]) -> str:
     for name, dims in _KINDS.items():
         if mesh.group(rank, dims) == tuple(ranks):
             return name
+    for size in range(2, mesh.expert + 1):
+        if mesh.expert % size:
+            continue
+        if mesh.expert_group(rank, size) == tuple(ranks):
+            return f"{size} that share experts"
+        if mesh.expert_holders(rank, size) == tuple(ranks):
+            return f"same of {size} parts of experts"
     return f"ranks {list(ranks)}"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zeroshard.comm.simulation import Histories, Message
+from zeroshard.comm.simulation import Histories, Message, diverged
 from zeroshard.core.mesh import Mesh
 from zeroshard.engine.remedies import Run
+from zeroshard.errors import UsageError
 from zeroshard.metrics.step_report import MemoryRow
 from zeroshard.planner.allocations import Holding, Moment
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
+from zeroshard.planner.expert_needs import SharedLayers
 from zeroshard.planner.step_log import StepEvent
 from zeroshard.planner.updated import Updated
 
@@ -56,7 +58,7 @@ class Simulation:
     forward, so that their backward does not gather them again. ``starts``: of each micro-batch, how
     many events come before it. ``histories``: the collectives of the last step over each group, in
     order, as hashes. ``checkpoint``: what saving and loading need, if that was asked for; then there
-    are moments "save" and "load" too.
+    are moments "save" and "load" too. ``experts``: those that ranks share.
     """
 
     mesh: Mesh
@@ -83,6 +85,7 @@ class Simulation:
     checkpoint: CheckpointNeeds | None = None
     kept: tuple[str, ...] = ()
     histories: Histories = field(default_factory=dict)
+    experts: tuple[SharedLayers, ...] = ()
 
     def nbytes(self, category: str, tier: str = "device") -> int:
         """Counted bytes of a category. Those of gradients and temporaries are peaks."""
@@ -101,3 +104,17 @@ def highest(moments: Mapping[str, Moment]) -> tuple[str, Moment]:
     """The phase of a step whose peak is highest, and that moment."""
     phases = [item for item in moments.items() if item[0] not in OUTSIDE_STEP]
     return max(phases, key=lambda item: item[1].device_nbytes)
+
+
+def check_order(of_ranks: Sequence[Simulation]) -> None:
+    """Check that simulated ranks call the same collectives over the groups that they share.
+
+    Raises:
+        UsageError: they do not.
+    """
+    wrong = diverged({found.rank: found.histories for found in of_ranks})
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]}. The ranks of a run would wait for each other there. Let all ranks make the "
+            "same calls of the engine, in the same order."
+        )

@@ -28,12 +28,16 @@ from zeroshard.comm.env import current_rank_info, local_device
 from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.config import Config, load_config
 from zeroshard.config.mesh_keys import mesh_from_config
+from zeroshard.core.mesh import Mesh
 from zeroshard.core.mesh_sources import resolve_mesh
 from zeroshard.device.choice import read
 from zeroshard.errors import RankMismatch, UnsupportedError
+from zeroshard.experts.construction import inside
+from zeroshard.experts.marks import ranks_of_layer
 from zeroshard.memory.storage import is_aliased
 from zeroshard.precision.policy import policy_from
 from zeroshard.session.join import join_ranks
+from zeroshard.session.opener import groups_of
 from zeroshard.session.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.zero import materialize, sharded_parameter
@@ -70,7 +74,8 @@ class Init:
 
     ``mpu``, ``mesh`` and the configuration may name a mesh, as for :func:`zeroshard.initialize`. If it
     has data-parallel dimensions only, parameters are sharded over all of its ranks. The engine then
-    shards them as the mesh says.
+    shards them as the mesh says. Experts that ranks share (``zeroshard.parallel.MoE``) are sharded over
+    the ranks that have the same ones; parameters that were marked as such before the block stay whole.
 
     Raises:
         RankMismatch: ranks build different models.
@@ -95,7 +100,32 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         parsed = _config_of(source)
         self.enabled = enabled and (parsed is None or parsed.zero_optimization.stage == 3)
+        self._begin()
+        if not self.enabled:
+            return
+        join_ranks()
+        _check_mesh(parsed, mpu, mesh)
+        self.device = local_device()
+        self._settings: dict[str, Any] = {
+            "transport": parsed.transport if parsed else "auto",
+            "device": self.device,
+            "trust": parsed.trust if parsed else WatchdogSettings(),
+        }
+        watch = open_session(group=data_parallel_group, plan={}, call="zero.Init", **self._settings)
+        self.comm: Comm = watch.gathers
+        weakref.finalize(self, watch.close)  # freed with the last parameter that no engine took
+        self.dtype = dtype if dtype is not None else _param_dtype(parsed)
+        if module is not None:
+            self._see(module)
+            self._shard(list(self._whole))
+            self._finish()
+
+    def _begin(self) -> None:
         self.depth = 0
+        self._paused = 0  # blocks in which experts are made, of which this one takes nothing
+        self._experts: dict[
+            tuple[Mesh, int], Init
+        ] = {}  # by the number of ranks that share a layer
         # Modules whose present parameters were taken; the hooks take those registered later.
         self._seen: Attached[nn.Module, bool] = Attached()
         self._whole: dict[BucketedParameter | ParamBucket, _Built | None] = {}  # oldest first
@@ -109,26 +139,6 @@ class Init:
         ] = []  # show the dtype of construction
         self._read: weakref.ref[ParamBucket] | None = None  # the bucket that keeps a gathered copy
         self._hooks = contextlib.ExitStack()
-        if not self.enabled:
-            return
-        join_ranks()
-        _check_mesh(parsed, mpu, mesh)
-        self.device = local_device()
-        watch = open_session(
-            transport=parsed.transport if parsed else "auto",
-            group=data_parallel_group,
-            device=self.device,
-            trust=parsed.trust if parsed else WatchdogSettings(),
-            plan={},
-            call="zero.Init",
-        )
-        self.comm: Comm = watch.gathers
-        weakref.finalize(self, watch.close)  # freed with the last parameter that no engine took
-        self.dtype = dtype if dtype is not None else _param_dtype(parsed)
-        if module is not None:
-            self._see(module)
-            self._shard(list(self._whole))
-            self._finish()
 
     @property
     def active(self) -> bool:
@@ -138,12 +148,16 @@ class Init:
     def __enter__(self) -> Init:
         self.depth += 1
         if self.enabled and self.depth == 1:
-            for hook in (
-                register_module_parameter_registration_hook(self._param_registered),
-                register_module_module_registration_hook(self._module_registered),
-            ):
-                self._hooks.callback(hook.remove)
+            self._watch_modules()
+            self._hooks.enter_context(inside(self))
         return self
+
+    def _watch_modules(self) -> None:
+        for hook in (
+            register_module_parameter_registration_hook(self._param_registered),
+            register_module_module_registration_hook(self._module_registered),
+        ):
+            self._hooks.callback(hook.remove)
 
     def __exit__(
         self,
@@ -155,6 +169,8 @@ class Init:
         if self.depth:
             return
         self._hooks.close()
+        while self._experts:
+            self._experts.popitem()[1].__exit__(kind, error, trace)
         try:
             if kind is None:
                 self._shard(list(self._whole))
@@ -171,14 +187,67 @@ class Init:
             store.clear()
         self._small_numel, self._small_limit = 0, _room_numel()
 
+    # ------------------------------------------------------------------ experts that ranks share
+
+    @contextlib.contextmanager
+    def own_experts(self, mesh: Mesh, size: int) -> Iterator[None]:
+        """Shard this rank's experts of one layer over the ranks that have the same. Collective.
+
+        See :class:`zeroshard.experts.construction.ExpertBuilds`.
+        """
+        if (mesh, size) not in self._experts:
+            self._experts[mesh, size] = self._among_holders(mesh, size)
+        inner = self._experts[mesh, size]
+        paused, inner._paused = inner._paused, 0
+        inner._watch_modules()
+        try:
+            yield
+            inner._shard(list(inner._whole))
+        finally:
+            inner._hooks.close()
+            inner._paused = paused
+
+    @contextlib.contextmanager
+    def other_experts(self) -> Iterator[None]:
+        """Take nothing of what is built in the block."""
+        paused = [self, *self._experts.values()]
+        for each in paused:
+            each._paused += 1
+        try:
+            yield
+        finally:
+            for each in paused:
+                each._paused -= 1
+
+    def _among_holders(self, mesh: Mesh, size: int) -> Init:
+        """The same block over the ranks that have the same experts as this one. Collective."""
+        inner = object.__new__(Init)
+        inner.enabled, inner.device, inner.dtype = True, self.device, self.dtype
+        inner._begin()
+        inner.depth = 1  # until this block ends
+        watch = open_session(
+            plan={"mesh": repr(mesh), "ranks that share experts": str(size)},
+            call="zero.Init for experts",
+            mesh=mesh,
+            kinds=list(groups_of(mesh, (), (), [size])),
+            **self._settings,
+        )
+        inner.comm = watch.experts[size]
+        weakref.finalize(inner, watch.close)
+        return inner
+
     # ------------------------------------------------------------------ what is under construction
 
     def _param_registered(self, holder: nn.Module, leaf: str, param: nn.Parameter | None) -> None:
+        if self._paused:
+            return
         self._see(holder)
         if param is not None:
             self._take(holder, leaf, param)
 
     def _module_registered(self, parent: nn.Module, _leaf: str, child: nn.Module | None) -> None:
+        if self._paused:
+            return
         self._see(parent)
         if child is not None:
             self._see(child)
@@ -202,6 +271,8 @@ class Init:
             return
         owner = sharded_parameter.owner_of(param)
         if owner is None:
+            if ranks_of_layer(param) > 1:  # made before this block: others on other ranks
+                return
             self._make_room(but=holder)
             self._add(BucketedParameter(param, holder, leaf, self), _Built(param, [(holder, leaf)]))
         elif isinstance(owner, BucketedParameter) and (built := self._whole.get(owner)):

@@ -287,6 +287,19 @@ class ParamBucket:
         return full_N
 
 
+def whole_values(param: nn.Parameter) -> Tensor:
+    """The values of a parameter that a block of ``zero.Init`` sharded, and that is plain from now on.
+
+    Collective, unless no block sharded it.
+    """
+    owner = sharded_parameter.owner_of(param)
+    if isinstance(owner, BucketedParameter):
+        if owner.is_sharded:
+            sharded_parameter.mark_unsharded([param], [owner.read(param)], [nn.Parameter])
+        sharded_parameter.owners.discard(param)
+    return param.data
+
+
 def fingerprint_of(values: Tensor) -> Tensor:
     """The fingerprint of values of any shape and dtype, 0-dim int64."""
     flat = values.reshape(-1).view(torch.uint8)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from zeroshard.errors import CheckpointError
@@ -14,14 +15,24 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_
 _OPTIM = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
 )
-_PARTS = re.compile(r"layer_\d+.*\.pt|expp_rank_.*\.pt|expert_.*\.pt")  # pipelines and experts
+_EXPERT = re.compile(
+    r"layer_(?P<layer>\d+)_expert_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"
+)
+_PLACE = re.compile(r"expp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_PARTS = re.compile(r"layer_\d+.*\.pt|expp_rank_.*\.pt|expert_.*\.pt")  # pipelines, old experts
 
 
 class RankFiles(NamedTuple):
-    """Files in rank order. ``model`` has one file for all ranks, or one for each rank (stage 3)."""
+    """Files in rank order. ``model`` has one file for all ranks, or one for each rank (stage 3).
+
+    ``experts``: the weights of each expert, by the numbers of its layer and of the expert. ``places``:
+    the optimizer at stage 0, of one of the ranks with the same experts, by the place of these.
+    """
 
     model: tuple[Path, ...]
     optim: tuple[Path, ...]
+    experts: Mapping[tuple[int, int], Path] = MappingProxyType({})
+    places: tuple[Path, ...] = ()
 
 
 def is_deepspeed(path: str | Path) -> bool:
@@ -35,11 +46,12 @@ def is_deepspeed(path: str | Path) -> bool:
 def files_of(path: Path) -> RankFiles:
     """The files of a directory, which must have one for every rank up to the highest."""
     names = _names(path)
-    model = [found for name in names if (found := _MODEL.fullmatch(name))]
-    optim = [found for name in names if (found := _OPTIM.fullmatch(name))]
-    others = [name for name in names if _PARTS.fullmatch(name)]
-    others += [m.string for m in (*model, *optim) if int(m["mp"]) != 0]
-    if others:
+    model, optim, experts, of_places = (
+        [found for name in names if (found := pattern.fullmatch(name))]
+        for pattern in (_MODEL, _OPTIM, _EXPERT, _PLACE)
+    )
+    files = (*model, *optim, *experts, *of_places)
+    if others := _others(names, files):
         refuse_parallel(path, f"the file {others[0]}")
     if not model:
         raise CheckpointError(
@@ -48,7 +60,12 @@ def files_of(path: Path) -> RankFiles:
             "global_step1000."
         )
     same = _of_one_stage(path, model)
-    return RankFiles(_by_rank(path, same, "model"), _by_rank(path, optim, "optim"))
+    return RankFiles(
+        _by_rank(path, same, "model"),
+        _by_rank(path, optim, "optim"),
+        {(int(m["layer"]), int(m["rank"])): path / m.string for m in experts},
+        _by_rank(path, of_places, "optim"),
+    )
 
 
 def _names(path: Path) -> list[str]:
@@ -56,6 +73,12 @@ def _names(path: Path) -> list[str]:
         return sorted(os.listdir(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}.") from error
+
+
+def _others(names: Sequence[str], known: Sequence[re.Match[str]]) -> list[str]:
+    """Files of another kind of parallelism."""
+    parts = {name for name in names if _PARTS.fullmatch(name)} - {m.string for m in known}
+    return sorted(parts | {m.string for m in known if int(m["mp"]) != 0})
 
 
 def _of_one_stage(path: Path, model: list[re.Match[str]]) -> list[re.Match[str]]:
@@ -113,7 +136,7 @@ def _refuse_mixture(path: Path, one: str, other: str) -> NoReturn:
 
 def refuse_parallel(path: Path, seen: str) -> NoReturn:
     raise CheckpointError(
-        f"{path} was saved with tensor, pipeline or expert parallelism ({seen}), which is not "
-        "supported: only ZeRO data parallelism is. Load it with DeepSpeed, and save plain weights "
-        "from there."
+        f"{path} was saved with tensor, pipeline or AutoEP's parallelism ({seen}), which is not "
+        "supported: only ZeRO data parallelism and layers of experts (MoE) are. Load it with DeepSpeed, "
+        "and save plain weights from there."
     )

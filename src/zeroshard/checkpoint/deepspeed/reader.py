@@ -8,6 +8,12 @@ With data parallelism only, a tag of ``W`` ranks is a directory of these files:
     stage 3      zero_pp_rank_R_mp_rank_00_model_states.pt         names, shapes, shards of frozen weights
                  [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  masters and state of rank R
 
+Of a model with layers of experts (``MoE``; DeepSpeed trains them at stages 0 to 2), also these. The file
+of the model then has no expert, and optimizers have those of their rank:
+
+    layer_L_expert_E_mp_rank_00_model_states.pt                    weights of expert E of layer L
+    stage 0      expp_rank_P_mp_rank_00_optim_states.pt            the optimizer of a rank at place P
+
 :mod:`zeroshard.checkpoint.deepspeed.slots` knows where in them each parameter is. All files are mapped
 and described when the directory is opened. Of their tensors, only the pages are read that
 :meth:`DeepSpeedReader.fill` needs.
@@ -25,6 +31,16 @@ from torch import Tensor
 
 from zeroshard.checkpoint import boxes
 from zeroshard.checkpoint.boxes import Box, Grid, whole
+from zeroshard.checkpoint.deepspeed.expert_files import (
+    are_odd,
+    check_complete,
+    is_data_first,
+    is_of_expert,
+    names_of_groups,
+    partitions_of,
+    tensors_of_experts,
+    without_number,
+)
 from zeroshard.checkpoint.deepspeed.files import RankFiles, check_ranks, files_of, refuse_parallel
 from zeroshard.checkpoint.deepspeed.slots import (
     Chain,
@@ -143,13 +159,17 @@ class DeepSpeedReader:
         optims = [load_file(file) for file in files.optim]
         try:
             _check_own(self.path, self._models)
+            check_complete(self.path, files.experts, self._models[0].get("num_experts"))
+            self._experts = tensors_of_experts(
+                {file: load_file(file) for _, file in sorted(files.experts.items())}
+            )
             self._weights = self._read_weights()
             slots, options, wrapper = self._optimizer(files, optims, groups)
             self._parameters = self._describe(slots)
             if optims and not slots[0].is_cut and not _is_round_robin(self._models[0]):
                 wrappers = [optim["optimizer_state_dict"] for optim in optims]
                 check_owners(files.optim, slots, wrappers)
-            self._buffers = [_buffers(model) for model in self._models]
+            self._buffers = [self._buffers_of(model) for model in self._models]
             self._shared = _shared(self._models[0], options, wrapper)
             for key in ("data_sampler", "random_ltd"):
                 if self._models[0].get(key) is not None:
@@ -215,6 +235,7 @@ class DeepSpeedReader:
         self._places.clear()
         self._models.clear()
         self._weights.clear()
+        self._experts.clear()
         self._buffers.clear()
 
     # ------------------------------------------------------------------ once, at the start
@@ -224,10 +245,17 @@ class DeepSpeedReader:
     ) -> tuple[list[DeepSpeedSlot], list[dict[str, Any]], Mapping[str, Any]]:
         """The optimizer's slots, its groups' options, and the state of DeepSpeed's wrapper around it."""
         model = self._models[0]
+        if files.places and optims:
+            raise CheckpointError(
+                f"{files.places[0]} is of stage 0, and the others are not: they belong to different "
+                "saves under one tag. Remove the older files."
+            )
         if model["param_shapes"] is None:
             if optims:
                 raise ValueError("no shapes of parameters")
             wrapper = model["optimizer"]
+            if files.places and wrapper is not None:
+                return self._optimizers_of_places(files)
             if wrapper is None and files.model[0].name.startswith("zero_"):
                 raise CheckpointError(
                     f"{self.path} was saved at stage 3 by an engine without an optimizer, which "
@@ -241,22 +269,42 @@ class DeepSpeedReader:
         ranks = int(model["dp_world_size"])
         check_ranks(self.path, files.optim, "optim", ranks)
         wrappers = [dict(optim["optimizer_state_dict"]) for optim in optims]
+        shapes = model["param_shapes"]
+        first = partitions_of(wrappers[0], shapes)
         for file, wrapper in zip(files.optim, wrappers, strict=True):
-            count = wrapper["partition_count"]
-            if set(count if isinstance(count, list) else [count]) != {ranks}:
+            if partitions_of(wrapper, shapes) != first or are_odd(first, shapes, ranks):
                 raise CheckpointError(
-                    f"{file} says that state is split into {count} parts, but "
+                    f"{file} says that state is split into {wrapper['partition_count']} parts, but "
                     f"{files.model[0].name} was saved by {ranks} ranks. They belong to different "
                     "saves, or groups of ranks have copies of the state, which is not supported."
                 )
         # Only stage 1 has the optimizer for bf16 with fp32 gradients, which does not save a stage.
         is_cut = int(wrappers[0].get("zero_stage", 1)) == 3
         check_ranks(self.path, files.model, "model", ranks if is_cut else 1)
-        slots, options = sharded_slots(wrappers, model["param_shapes"], is_cut=is_cut)
+        slots, options = sharded_slots(
+            wrappers, shapes, is_cut=is_cut, partitions=first, data_first=is_data_first(model)
+        )
         return slots, options, wrappers[0]
 
+    def _optimizers_of_places(
+        self, files: RankFiles
+    ) -> tuple[list[DeepSpeedSlot], list[dict[str, Any]], Mapping[str, Any]]:
+        """Of stage 0 with experts. Each optimizer has those of its place, and all that is no expert."""
+        wrappers = [dict(load_file(file)["optimizer"]) for file in files.places]
+        dense = [name for name in self._weights if name not in self._experts]
+        experts = [name for name in self._weights if name in self._experts]
+        found: list[DeepSpeedSlot] = []
+        for place, wrapper in enumerate(wrappers):
+            inner = wrapper if "param_groups" in wrapper else dict(wrapper["optimizer_state_dict"])
+            names = names_of_groups(
+                self.path, inner["param_groups"], dense, experts, place, len(wrappers)
+            )
+            slots, options = whole_slots(self.path, wrapper, self._weights, names)
+            found += [slot for slot in slots if not place or all(map(is_of_expert, slot.shapes))]
+        return found, options, wrappers[0]
+
     def _read_weights(self) -> dict[str, Tensor]:
-        """The parameters in the first model file, without aliases."""
+        """The parameters in the first model file, without aliases, and of all experts."""
         model = self._models[0]
         aliases, buffers = _aliases(model), set(model["buffer_names"])
         found = {}
@@ -265,7 +313,14 @@ class DeepSpeedReader:
                 self._leave(f"{name!r} of the module, which is not a tensor")
             elif name not in buffers and name not in aliases:
                 found[name] = item
+        own = {without_number(name) for name in buffers}
+        found |= {n: item for n, item in self._experts.items() if without_number(n) not in own}
         return found
+
+    def _buffers_of(self, model: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The buffers in a model file, and those of all experts."""
+        of_experts = {n: b for n, b in self._experts.items() if n not in self._weights}
+        return {**_buffers(model), **of_experts}
 
     def _describe(self, slots: Sequence[DeepSpeedSlot]) -> dict[str, SavedParameter]:
         """All parameters, in the module's order. Fills ``_places`` with where each tensor is."""
@@ -285,7 +340,8 @@ class DeepSpeedReader:
         for (fqn, key), place in self._places.items():
             dtype = dtype_name(place.dtype, where=f"{key} of {fqn!r}")
             tensors[fqn][key] = SavedTensor(dtype=dtype, fragments=())
-        order = {name: at for at, name in enumerate(self._models[0]["module"])}
+        in_order = dict.fromkeys([*self._models[0]["module"], *self._experts])
+        order = {name: at for at, name in enumerate(in_order)}
         return {
             fqn: SavedParameter(
                 trained="group" in rows[fqn] or not has_optimizer,
@@ -383,7 +439,7 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def _check_own(path: Path, models: Sequence[Mapping[str, Any]]) -> None:
-    """Check that the files are of one save, with data parallelism only."""
+    """Check that the files are of one save, with data parallelism and experts only."""
     first = models[0]
     for rank, model in enumerate(models):
         if model["global_steps"] != first["global_steps"]:
@@ -394,9 +450,7 @@ def _check_own(path: Path, models: Sequence[Mapping[str, Any]]) -> None:
     sizes = {"mp_world_size": first.get("mp_world_size", 1)}
     sizes |= first.get("checkpoint_parallel_dimensions") or {}
     parallel = [f"{name} {size}" for name, size in sizes.items() if size != 1]
-    parallel += [
-        key for key in ("num_experts", "ds_autoep_layers", "autoep_layers") if key in first
-    ]
+    parallel += [key for key in ("ds_autoep_layers", "autoep_layers") if first.get(key) is not None]
     if parallel:
         refuse_parallel(path, ", ".join(parallel))
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.deepspeed.expert_files import holders, in_layer, per_layer
 from zeroshard.checkpoint.deepspeed.unpickle import check_values
 from zeroshard.errors import CheckpointError
 
@@ -95,10 +96,12 @@ def whole_place(tensor: Tensor) -> FlatSpan:
 
 
 class DeepSpeedSlot(NamedTuple):
-    """What the optimizer treats as one parameter. Lists have one item for each rank.
+    """What the optimizer treats as one parameter. Lists have one item for each rank that has a part.
 
     ``padding``: elements at the end that state has and masters may lack. ``gaps``: elements after each
-    parameter. ``slack``: the padding at the end of the whole slot is less than this.
+    parameter. ``slack``: the padding at the end of the whole slot is less than this. ``at``: the number
+    of the group in the files of stages 1 to 3. ``ranks``: whose files have the parts; () if it is one
+    file. ``told``: the names in these files, where experts have the numbers of their rank.
     """
 
     group: int
@@ -109,6 +112,9 @@ class DeepSpeedSlot(NamedTuple):
     gaps: Sequence[int]
     slack: int
     is_cut: bool  # each parameter is cut by itself (stage 3)
+    at: int = 0
+    ranks: Sequence[int] = ()
+    told: Sequence[str] = ()
 
 
 def places(path: Path, slot: DeepSpeedSlot, pieces: list[Tensor]) -> Iterator[tuple[str, FlatSpan]]:
@@ -144,16 +150,16 @@ def check_owners(
     Raises:
         CheckpointError: a file is of another rank.
     """
-    for at, slot in enumerate(slots):
+    for slot in slots:
         begin = 0
-        for rank, (file, wrapper) in enumerate(zip(files, wrappers, strict=True)):
-            end = begin + slot.masters[rank].numel() + slot.padding[rank]
-            told = _told_fragments(wrapper, at)
+        for part, rank in enumerate(slot.ranks):
+            file, end = files[rank], begin + slot.masters[part].numel() + slot.padding[part]
+            told = _told_fragments(wrappers[rank], slot.at)
             if told is not None and told != _fragments(slot, begin, end):
                 raise CheckpointError(
-                    f"{file} is not of rank {rank}, as its name says: the parameters of its group {at} "
-                    f"are {', '.join(map(repr, told)) or 'none'}, at other places than this rank's. "
-                    "Files of two ranks may have been exchanged when they were copied."
+                    f"{file} is not of rank {rank}, as its name says: the parameters of its group "
+                    f"{slot.at} are {', '.join(map(repr, told)) or 'none'}, at other places than this "
+                    "rank's. Files of two ranks may have been exchanged when they were copied."
                 )
             begin = end
 
@@ -161,7 +167,7 @@ def check_owners(
 def _fragments(slot: DeepSpeedSlot, begin: int, end: int) -> dict[str, tuple[int, int]]:
     """Name -> start and number of the elements in part ``[begin, end)`` of a flat group."""
     found, at = {}, 0
-    for (fqn, shape), gap in zip(slot.shapes.items(), slot.gaps, strict=True):
+    for fqn, shape, gap in zip(slot.told, slot.shapes.values(), slot.gaps, strict=True):
         first, last = max(at, begin), min(at + prod(shape), end)
         if first < last:
             found[fqn] = (first - begin, last - first)
@@ -209,8 +215,14 @@ def sharded_slots(
     param_shapes: Sequence[Mapping[str, Any]],
     *,
     is_cut: bool,
+    partitions: Sequence[int],
+    data_first: bool = False,
 ) -> tuple[list[DeepSpeedSlot], list[dict[str, Any]]]:
-    """The slots of stages 1 to 3, and the options of the optimizer's groups."""
+    """The slots of stages 1 to 3, and the options of the optimizer's groups.
+
+    ``partitions``: into how many parts each group is cut. Of experts that ranks shared these are fewer
+    than there are ranks, and each place has a slot. ``data_first``: see :func:`.expert_files.holders`.
+    """
     master, base = _KEYS[is_cut]
     masters = [w[master] for w in wrappers]
     count, ranks = len(param_shapes), len(wrappers)
@@ -218,25 +230,44 @@ def sharded_slots(
         options, groups, states = _elastic_states(wrappers, base, count)
     else:
         options, groups, states = _states_of_groups([w[base] for w in wrappers])
-    if any(len(rows) != count for rows in (*masters, *states, groups)):
-        raise ValueError(f"{count} groups of parameters, but not as many of masters or of state")
-    none = [0] * count
-    padding = [none if is_cut else w.get("group_paddings", none) for w in wrappers]
+    _check_counts(count, (*masters, *states, groups))
+    padding = _paddings(wrappers, count, is_cut=is_cut)
     gaps = wrappers[0].get("param_alignment_paddings") or _no_gaps(param_shapes)
-    slots = [
-        DeepSpeedSlot(
+    counts = per_layer(fqn for row in param_shapes for fqn in row)
+
+    def slot_of(at: int, place: int, held: Sequence[int]) -> DeepSpeedSlot:
+        sizes = param_shapes[at].items()
+        return DeepSpeedSlot(
             group=groups[at],
-            shapes={fqn: shape_of(size) for fqn, size in param_shapes[at].items()},
-            masters=[row[at] for row in masters],
-            states=[row[at] for row in states],
-            padding=[row[at] for row in padding],
+            shapes={in_layer(fqn, place, counts): shape_of(size) for fqn, size in sizes},
+            masters=[masters[rank][at] for rank in held],
+            states=[states[rank][at] for rank in held],
+            padding=[padding[rank][at] for rank in held],
             gaps=gaps[at],
-            slack=1 if is_cut else 2 * ranks,
+            slack=1 if is_cut else 2 * len(held),
             is_cut=is_cut,
+            at=at,
+            ranks=held,
+            told=tuple(param_shapes[at]),
         )
+
+    return [
+        slot_of(at, place, held)
         for at in range(count)
-    ]
-    return slots, options
+        for place, held in enumerate(holders(ranks, partitions[at], data_first=data_first))
+    ], options
+
+
+def _check_counts(count: int, lists: Iterable[Sequence[Any]]) -> None:
+    if any(len(rows) != count for rows in lists):
+        raise ValueError(f"{count} groups of parameters, but not as many of masters or of state")
+
+
+def _paddings(
+    wrappers: Sequence[Mapping[str, Any]], count: int, *, is_cut: bool
+) -> list[Sequence[int]]:
+    none = [0] * count
+    return [none if is_cut else w.get("group_paddings", none) for w in wrappers]
 
 
 def _no_gaps(param_shapes: Sequence[Mapping[str, Any]]) -> list[list[int]]:
