@@ -1,4 +1,4 @@
-"""Writes the measured numbers of the newest result into both README files: a summary, and the tables.
+"""Writes the measured numbers of the newest result into the pages that show them: a summary, and tables.
 
 python benchmarks/readme_block.py           # rewrite
 python benchmarks/readme_block.py --check   # only compare
@@ -32,6 +32,7 @@ from targets import (
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TABLES = Path(__file__).with_name("README.md")
+SITE = ROOT / "docs" / "speed.md"
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 SUMMARY = re.compile(r"(<!-- summary:begin -->\n).*?(<!-- summary:end -->)", re.DOTALL)
@@ -64,8 +65,12 @@ def block(result: dict[str, Any] | None) -> str:
             "Not measured yet with these protocols: `make bench`, then "
             "`python benchmarks/readme_block.py`."
         )
-    parts = [_setting(result), _markdown(_by_stage(result)), *_sentences(result)]
-    return "\n\n".join([*parts, _markdown(target_table(result), columns=4)])
+    return f"{short_block(result)}\n\n{_markdown(target_table(result), columns=4)}"
+
+
+def short_block(result: dict[str, Any]) -> str:
+    """:func:`block` without the targets."""
+    return "\n\n".join([_setting(result), _markdown(_by_stage(result)), *_sentences(result)])
 
 
 def _setting(result: dict[str, Any]) -> str:
@@ -163,9 +168,10 @@ def summary(result: dict[str, Any] | None) -> str:
         )
     )
     return (
-        f"CPU time per step of {tokens} tokens on 2 CPU ranks: {'; '.join(lines)}. With 2048 tokens the "
-        f"fastest other library takes {wide} the CPU time of ZeroShard's slowest stage, {save} the time "
-        f"to save a checkpoint, and {load} the time to load one."
+        f"CPU time per step of {tokens} tokens on 2 CPU ranks: {'; '.join(lines)}. Compared with "
+        f"ZeroShard, the fastest other library takes {wide} the CPU time per step of 2048 tokens "
+        f"(ZeroShard at its slowest stage), {save} the time to save a "
+        f"checkpoint, and {load} the time to load one."
     )
 
 
@@ -182,7 +188,7 @@ def with_summary(page: str, result: dict[str, Any] | None) -> str:
         SystemExit: it has no markers for one.
     """
     if not SUMMARY.search(page):
-        raise SystemExit("README.md lacks the markers of the summary")
+        raise SystemExit("a page lacks the markers of the summary")
     return SUMMARY.sub(lambda found: f"{found[1]}{summary(result)}\n{found[2]}", page)
 
 
@@ -192,14 +198,23 @@ def with_tables(page: str, result: dict[str, Any] | None) -> str:
     Raises:
         SystemExit: it has no markers for them.
     """
+    return _filled(page, block(result))
+
+
+def for_site(page: str, result: dict[str, Any] | None) -> str:
+    """The page with the summary of this result, and its steps by stage."""
+    return _filled(with_summary(page, result), short_block(result) if result else block(None))
+
+
+def _filled(page: str, text: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"benchmarks/README.md lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n{block(result)}\n{END}{after}"
+        raise SystemExit(f"a page lacks {BEGIN} or {END}")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
-PAGES = {README: with_summary, TABLES: with_tables}
+PAGES = {README: with_summary, TABLES: with_tables, SITE: for_site}
 
 
 def main() -> int:

@@ -61,6 +61,7 @@ SEARCHED = {
     "plan": "out of memory, oom, memory, plan",
     "restart": "resume, restart, preemption, nan, loss scale",
     "sequence": "ulysses, long context, sequence parallel",
+    "speed": "speed, benchmark, throughput, how fast",
     "stalls": "hang, stuck, timeout, deadlock",
 }
 """What users type into the search, by the page that answers it. Main entries of the index rank first."""

@@ -19,7 +19,8 @@ from zeroshard.deepspeed.version_check import CONSUMERS
 INTRO = f"""\
 # Programs written for DeepSpeed
 
-They run unchanged if `import deepspeed` imports ZeroShard. There are three ways:
+Programs written for DeepSpeed run unchanged if `import deepspeed` imports ZeroShard. There are three
+ways:
 
 * **A launcher's flag**: `zeroshard launch --as-deepspeed train.py ...` instead of
   `deepspeed train.py ...`.

@@ -21,9 +21,9 @@ from zeroshard.core.tiers import TIERS
 INTRO = """\
 # Configuration
 
-A configuration is a dict, a path to a JSON file, or urlsafe base64 of JSON. The format is
-DeepSpeed's: existing files work unchanged. Comments (`//`, `#`, `/* */`) and trailing commas are
-allowed; a key that occurs twice is an error. A dict that you pass is not changed.
+A configuration is a dict, the path of a JSON file, JSON text, or URL-safe base64-encoded JSON. The
+format is DeepSpeed's: existing files work unchanged. Comments (`//`, `#`, `/* */`) and trailing commas
+are allowed; a key that occurs twice is an error. A dict that you pass is not changed.
 
 * **The whole configuration is checked before anything starts.** An unknown key is an error that
   names the nearest known key, or the section that the key belongs to. All problems are reported at

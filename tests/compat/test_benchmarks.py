@@ -120,7 +120,7 @@ def test_readme_block_is_made_from_a_result(result):
     assert readme_block.with_tables(once, result) == once
 
 
-def test_both_pages_say_what_the_newest_result_says():
+def test_the_pages_say_what_the_newest_result_says():
     path = readme_block.newest()
     measured = json.loads(path.read_text()) if path else None
     for page, rewrite in readme_block.PAGES.items():

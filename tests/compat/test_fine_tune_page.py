@@ -88,3 +88,6 @@ def test_the_plain_loop_goes_on_where_it_was(folder):
     said = run(folder, "plain.py")
     assert re.findall(r"^step (\d+) loss", said, re.MULTILINE) == ["5"]
     assert_loads(folder)
+    trained = (folder / "final/model.safetensors").read_bytes()
+    assert "step " not in run(folder, "plain.py")  # it is finished
+    assert (folder / "final/model.safetensors").read_bytes() == trained

@@ -33,7 +33,7 @@ QUESTIONS = {
     "learning rate": "config", "out of memory": "plan", "8 gpus": "fine-tune", "slurm": "clusters",
     "resume": "restart", "export safetensors": "checkpoints", "offload": "offload",
     "deepspeed config": "config", "accelerate": "integrations", "pipeline": "pipeline",
-    "hang": "stalls", "fsdp2": "fsdp2",
+    "hang": "stalls", "fsdp2": "fsdp2", "benchmark": "speed",
 }  # fmt: skip
 """What a user types, and the page that must come first. Equal texts in the index rank above all else."""
 

@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING run: an optimizer, a transport, a tier, a configuration key.
+"""The examples of CONTRIBUTING run: an optimizer, a transport, a tier, a monitor, a configuration key.
 
 Each example is a block of Python in that file. The test makes a module of it.
 """
@@ -9,7 +9,7 @@ import importlib
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,6 +21,8 @@ from zeroshard import Engine
 from zeroshard.comm import connect
 from zeroshard.config import params
 from zeroshard.core import tiers
+from zeroshard.metrics import sinks
+from zeroshard.metrics.monitors import build_monitors
 from zeroshard.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -132,6 +134,17 @@ def test_a_new_tier_is_a_class_and_a_row(tmp_path):
     for category in ("parameters", "master", "optimizer"):
         assert measured["mapped", category] > 0
         assert measured["device", category] == 0
+
+
+def test_a_new_monitor_is_a_class_and_a_row(tmp_path, capsys):
+    off = {key: SimpleNamespace(enabled=False) for key in sinks.SINKS}
+    with mock.patch.dict(sinks.SINKS):
+        example("console_sink", tmp_path)
+        console = SimpleNamespace(enabled=True, prefix="> ")
+        monitors = build_monitors(SimpleNamespace(**off, console=console))
+    monitors.write([("Train/Samples/lr", 0.5, 8)])
+    monitors.close()
+    assert capsys.readouterr().out == "> Train/Samples/lr 0.5 after 8 samples\n"
 
 
 def test_a_new_key_is_a_field(tmp_path):

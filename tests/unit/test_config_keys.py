@@ -11,7 +11,7 @@ import pytest
 from config_page import page
 
 from zeroshard.config import KEYS, load_config
-from zeroshard.config.keys import ALIASES, advice
+from zeroshard.config.keys import ALIASES, RENAMED, advice
 from zeroshard.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +158,11 @@ def test_deepspeeds_short_spelling_of_a_stage_3_key_is_that_key(short: str) -> N
     twice[f"stage3_{short}"] = not value
     with pytest.raises(ConfigError, match="is given too; keep one"):
         load_config({"train_batch_size": 1, "zero_optimization": twice}, world_size=1)
+
+
+def test_another_spelling_of_a_key_has_its_verdict() -> None:
+    assert [old for old, new in RENAMED.items() if KEYS[old].verdict != KEYS[new].verdict] == []
+    assert KEYS["zero_optimization.param_persistence_threshold"].verdict == "accept"
 
 
 @pytest.mark.parametrize("key", ["sub_group_size", "allgather_bucket_size"])

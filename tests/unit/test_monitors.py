@@ -12,20 +12,19 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from zeroshard.config.loaded import WATCHERS
+from zeroshard.config.schema import Config
 from zeroshard.errors import ConfigError
 from zeroshard.metrics import monitors as module
 from zeroshard.metrics.monitors import Monitors, build_monitors
-from zeroshard.metrics.sinks import CometSink, CsvSink
+from zeroshard.metrics.sinks import SINKS, CometSink, CsvSink
 from zeroshard.metrics.step_stream import StepEvent
 
 OFF = SimpleNamespace(enabled=False)
 
 
 def config(**sections: SimpleNamespace) -> SimpleNamespace:
-    return SimpleNamespace(
-        **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet", "trackio", "mlflow"), OFF)
-        | sections
-    )
+    return SimpleNamespace(**dict.fromkeys(SINKS, OFF) | sections)
 
 
 def files(tmp_path, **more) -> SimpleNamespace:
@@ -66,6 +65,11 @@ class Recorder:
 
 def test_nothing_enabled_means_no_sink():
     assert not build_monitors(config())
+
+
+def test_each_sink_has_a_section_in_which_ranks_may_differ():
+    assert SINKS.keys() <= Config.model_fields.keys()
+    assert SINKS.keys() <= WATCHERS  # many programs log on rank 0 only
 
 
 def test_events_carry_deepspeeds_names():

@@ -175,7 +175,10 @@ def _all_keys() -> dict[str, Key]:
     for path, new in RENAMED.items():
         word = "short" if path.rpartition(".")[2] in ALIASES else "old"
         table[path] = Key(
-            path, "honour", f"{word} spelling of {new}", f"{word.capitalize()} spelling of `{new}`."
+            path,
+            table[new].verdict,
+            f"{word} spelling of {new}",
+            f"{word.capitalize()} spelling of `{new}`.",
         )
     return table
 
