@@ -39,13 +39,12 @@ Verbose = Annotated[
 def progress(*, verbose: bool) -> Iterator[Audience]:
     """Tell of simulations on standard error: one line for each, and on a terminal what runs now.
 
-    If standard error is no terminal and ``verbose`` is not set, one line tells that it takes long.
+    If standard error is no terminal and ``verbose`` is not set, one line tells that it takes long, and
+    another one what the first simulation found.
     """
     if not (verbose or sys.stderr.isatty()):
-        from zeroshard.planner.audience import SILENT  # imports torch
-
         with _told_if_long():
-            yield SILENT
+            yield _Brief()
         return
     from rich.console import Console
 
@@ -63,6 +62,21 @@ def _told_if_long() -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+class _Brief:
+    """Tells of the first simulation alone, if it took long."""
+
+    def __init__(self) -> None:
+        self._began_s: float | None = time.monotonic()
+
+    def begins(self, what: str) -> None:
+        pass
+
+    def ended(self, plan: Plan | None) -> None:
+        began_s, self._began_s = self._began_s, None
+        if began_s is not None and time.monotonic() - began_s > LONG_S:
+            note(f"the first simulation: {_found(plan)}; more may follow")
 
 
 class _Told:
