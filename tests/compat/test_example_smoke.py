@@ -38,7 +38,7 @@ def train(home: Path, name: str, *more: str) -> str:
         *("--steps", str(STEPS), "--text", str(home / "text.txt"), "--runs", str(home)),
         *("--name", name, *more),
     ]
-    done = warm_python.run(command, cwd=home, env=os.environ, timeout=150, warm_ranks=True)
+    done = warm_python.run(command, cwd=home, env=os.environ, timeout=500, warm_ranks=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return done.stdout
 
