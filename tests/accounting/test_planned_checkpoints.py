@@ -39,7 +39,7 @@ def observed(case: plan_check.Case, config: dict, folder: str) -> None:
 
     blocks.aligned_bytes, blocks.BlockFile._read_edge = allocated, kept
     try:
-        batch = plan_check._batch(case.size)
+        batch = plan_check._batch(case)
         found = observe(
             plan_check.build(case), config, batch, loss_fn=loss_of, directory=f"{folder}/saved"
         )
@@ -67,7 +67,7 @@ def test_files_and_memory_of_a_checkpoint_are_planned(tmp_path, case, keys):
     planned_files = {}
     for rank in range(2):
         plan = simulate(
-            plan_check.build(case), config, plan_check._batch(case.size), mesh=Mesh(data_shard=2),
+            plan_check.build(case), config, plan_check._batch(case), mesh=Mesh(data_shard=2),
             rank=rank, loss_fn=loss_of, with_checkpoint=True,
         )  # fmt: skip
         real, written, edges = pickle.loads((tmp_path / f"rank-{rank}").read_bytes())  # our own
