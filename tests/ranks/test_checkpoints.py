@@ -496,7 +496,7 @@ def test_calls_that_cannot_work(tmp_path):
         with pytest.raises(UsageError, match="reload_states"):
             engine.save_checkpoint(tmp_path)
         engine.reload_states()
-        with pytest.raises(CheckpointError, match="does not exist. Check the path"):
+        with pytest.raises(CheckpointError, match=r"does not exist\. Check the path"):
             engine.load_checkpoint(tmp_path / "frozen")
         train(engine, 1)
     with pytest.raises(UsageError, match="closed"):
