@@ -232,7 +232,7 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/restart.md": [commands, compiles, compiles, commands, keys, commands, shown],
     "docs/experts.md": [compiles, configuration, commands],
     "docs/hierarchy.md": [of_two_hosts],
-    "docs/sequence.md": [compiles, compiles, compiles],
+    "docs/sequence.md": [compiles, compiles, compiles, commands],
     "docs/stalls.md": [shown, shown, shown, shown, keys],
     "docs/tutorials/first_run.md": [commands, TUTORIAL, commands, TUTORIAL, commands, commands],
     "docs/tutorials/offload.md": [TUTORIAL, commands, TUTORIAL, commands, TUTORIAL],

@@ -49,7 +49,7 @@ def test_a_long_value_is_cut() -> None:
 def test_the_world_hint_follows_a_batch_error() -> None:
     hint = "world size is 1 because torch.distributed is not initialised, but WORLD_SIZE=8 is set"
     text = message_of({"train_batch_size": 3, "gradient_accumulation_steps": 2}, world_hint=hint)
-    assert text.endswith(f"gradient_accumulation_steps 2 x world size 1 ({hint})")
+    assert text.endswith(f"gradient_accumulation_steps 2 x world size 1: make it 2 or 4 ({hint})")
 
 
 def test_the_world_hint_stays_out_of_other_errors() -> None:

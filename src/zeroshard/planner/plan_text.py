@@ -388,7 +388,9 @@ def _phases(plan: Plan) -> Table:
     for category, tier in keys:
         cells = [m.held.get((category, tier), 0) for m in moments.values()]
         table.add_row(category, tier, *map(gib, cells))
-    table.add_row("activations, others", "device", *(gib(m.activations_nbytes) for m in moments.values()))
+    table.add_row(
+        "activations, others", "device", *(gib(m.activations_nbytes) for m in moments.values())
+    )
     table.add_row("all", "device", *(gib(m.device_nbytes) for m in moments.values()))
     table.add_row("interpreter, torch", "host", *[gib(PROCESS_NBYTES)] * len(moments))
     return table
