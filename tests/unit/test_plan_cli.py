@@ -437,9 +437,9 @@ RUN = " --config ds.json --ranks 4 "
 FIT = PLAN + "words --fit speed --memory 1 --fit-axes "
 MISTAKES = [
     # the model
-    (PLAN + "item" + RUN, "nets_to_plan.py:47 (return y * y.sum().item()) calls "),
+    (PLAN + "item" + RUN, "nets_to_plan.py:60 (return y * y.sum().item()) calls "),
     (PLAN + "nonzero" + RUN, "nonzero.default, which depends on the values of a tensor"),
-    (PLAN + "nonzero" + RUN, "nets_to_plan.py:51 (return Net(lambda y: y[y.sum(1).nonzero()])"),
+    (PLAN + "nonzero" + RUN, "nets_to_plan.py:64 (return Net(lambda y: y[y.sum(1).nonzero()])"),
     (PLAN + "no_loss" + RUN, "the model returned FakeTensor without a loss"),
     (PLAN + "number" + RUN, "nets_to_plan:number returned int. It must return a model"),
     (PLAN + "three" + RUN, "nets_to_plan:three returned 3 things. It must return a model, or a model"),
