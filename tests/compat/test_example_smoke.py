@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import warm_python
 
+pytestmark = pytest.mark.timeout(600)  # on a host at work the ranks wait for each other
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_gpt" / "train.py"
 STEPS = 40
