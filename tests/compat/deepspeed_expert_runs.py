@@ -6,17 +6,14 @@ one ``reference-R.pt`` for each rank, with the numbers that experts have in the 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-import tempfile
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed_runs import main
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -183,39 +180,5 @@ def noted(engine: Any, case: Case) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def rank_main(rank: int, ranks: int, out: Path, names: list[str], meeting: str) -> None:
-    """One rank: all cases, one after the other."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(meeting, ranks), rank=rank, world_size=ranks
-    )
-    for name in names:
-        run(CASES[name], out / name, rank)
-    dist.destroy_process_group()
-
-
-def main(arguments: list[str]) -> int:
-    """Import DeepSpeed, then fork the ranks. Returns 1 if one of them failed."""
-    out, ranks, names = Path(arguments[0]), int(arguments[1]), arguments[2:] or list(CASES)
-    with contextlib.redirect_stdout(sys.stderr):
-        import deepspeed  # noqa: F401  # once, for all ranks
-    with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for rank in range(ranks):
-            child = os.fork()
-            if child == 0:
-                try:
-                    rank_main(rank, ranks, out, names, f"{folder}/meeting")
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-                os._exit(0)
-            children.append(child)
-        codes = [os.waitpid(child, 0)[1] for child in children]
-        return int(any(codes))
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], CASES, run))

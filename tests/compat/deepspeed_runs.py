@@ -15,15 +15,17 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+T = TypeVar("T")
 STEPS, MORE_STEPS = 3, 3
 TAG = f"global_step{STEPS}"
 LR = 0.01
@@ -224,8 +226,8 @@ def relink(optimizer: Any) -> None:
         optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def rank_main(rank: int, ranks: int, out: Path, names: list[str], meeting: str) -> None:
-    """One rank: all cases, one after the other."""
+def rank_main(rank: int, ranks: int, meeting: str) -> None:
+    """Join the other ranks."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
     torch.set_num_threads(1)
@@ -238,14 +240,11 @@ def rank_main(rank: int, ranks: int, out: Path, names: list[str], meeting: str) 
     accelerator.is_fp16_supported = lambda: True  # it is: only without special instructions
     dtypes = [torch.float, torch.bfloat16, torch.float16]
     accelerator.supported_dtypes = lambda: dtypes
-    for name in names:
-        run(CASES[name], out / name, rank)
-    dist.destroy_process_group()
 
 
-def main(arguments: list[str]) -> int:
-    """Import DeepSpeed, then fork the ranks. Returns 1 if one of them failed."""
-    out, ranks, names = Path(arguments[0]), int(arguments[1]), arguments[2:] or list(CASES)
+def main(arguments: list[str], cases: Mapping[str, T], run: Callable[[T, Path, int], None]) -> int:
+    """Import DeepSpeed, then fork the ranks, which ``run`` all cases. Returns 1 if one of them failed."""
+    out, ranks, names = Path(arguments[0]), int(arguments[1]), arguments[2:] or list(cases)
     with contextlib.redirect_stdout(sys.stderr):
         import deepspeed  # noqa: F401  # once, for all ranks
     with tempfile.TemporaryDirectory() as folder:
@@ -254,7 +253,10 @@ def main(arguments: list[str]) -> int:
             child = os.fork()
             if child == 0:
                 try:
-                    rank_main(rank, ranks, out, names, f"{folder}/meeting")
+                    rank_main(rank, ranks, f"{folder}/meeting")
+                    for name in names:
+                        run(cases[name], out / name, rank)
+                    dist.destroy_process_group()
                 except BaseException:
                     traceback.print_exc()
                     os._exit(1)
@@ -265,4 +267,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], CASES, run))

@@ -6,7 +6,6 @@ that ``ZEROSHARD_TEST_DEEPSPEED`` names.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed_runs import CASES, MORE_STEPS, STEPS, TAG, Model, config, parameter_groups, tokens
+from deepspeed_site import KEYS, NEEDED, SITE
 from zeroshard_testing import run_ranks
 
 import zeroshard
@@ -24,16 +24,7 @@ from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader
 from zeroshard.checkpoint.reader import full
 from zeroshard.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-SITE = os.environ.get("ZEROSHARD_TEST_DEEPSPEED", "")
-KEYS = ("value", "exp_avg", "exp_avg_sq")
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not SITE and importlib.util.find_spec("deepspeed") is None,
-        reason="DeepSpeed is not installed, and ZEROSHARD_TEST_DEEPSPEED names no folder with it",
-    ),
-]
+pytestmark = NEEDED
 
 
 @pytest.fixture(scope="module")

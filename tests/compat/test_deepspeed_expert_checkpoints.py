@@ -5,7 +5,6 @@ DeepSpeed runs in processes of its own, as for ``test_deepspeed_checkpoints.py``
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from deepspeed_expert_runs import (
     groups_of,
     tokens,
 )
+from deepspeed_site import KEYS, NEEDED, SITE
 from zeroshard_testing import run_ranks
 
 import zeroshard
@@ -33,17 +33,9 @@ from zeroshard.checkpoint.reader import full
 from zeroshard.parallel import MoE
 from zeroshard.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-SITE = os.environ.get("ZEROSHARD_TEST_DEEPSPEED", "")
-KEYS = ("value", "exp_avg", "exp_avg_sq")
 RANKS = 4
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not SITE and importlib.util.find_spec("deepspeed") is None,
-        reason="DeepSpeed is not installed, and ZEROSHARD_TEST_DEEPSPEED names no folder with it",
-    ),
-]
+pytestmark = NEEDED
 
 
 @pytest.fixture(scope="module")

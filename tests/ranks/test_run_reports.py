@@ -144,6 +144,14 @@ def test_a_loop_without_step_is_warned_of(count, texts):
     assert lines == []
 
 
+def test_an_engine_without_an_optimizer_needs_no_step():
+    with logged() as lines, open_engine(optimizer=None) as engine:
+        (batch,) = data(1, 1)[0]
+        for _ in range(20):
+            engine.backward(loss_of(engine, batch))
+    assert lines == []
+
+
 @pytest.mark.parametrize("losses", [1, 3])
 def test_several_losses_in_a_micro_batch_are_not_warned_of(losses):
     with logged() as lines, open_engine(gradient_accumulation_steps=4) as engine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from os import PathLike, fspath
@@ -22,14 +21,12 @@ from zeroshard.engine.draft import EngineArguments
 from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
 from zeroshard.engine.pipeline import make_runner
 from zeroshard.engine.preemption import Preemption
-from zeroshard.engine.training_engine import UNSTEPPED, TrainingEngine
+from zeroshard.engine.training_engine import TrainingEngine
 from zeroshard.engine.training_state import Counters, TrainingState
 from zeroshard.errors import UnsupportedError, UsageError, in_short
 from zeroshard.metrics.flops import counted
 from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import EngineState
-
-logger = logging.getLogger("zeroshard")
 
 
 class Engine(TrainingEngine):
@@ -289,12 +286,12 @@ class Engine(TrainingEngine):
         if self.runtime.optimizer is not None:
             self.runtime.optimizer.wait_for_worker()  # it counts steps in the state that is read here
         accumulation = self.accumulation
-        counted = accumulation.micro_steps  # of a step that has not ended
-        samples = counted * self.train_micro_batch_size_per_gpu() * self.dp_size
+        done = accumulation.micro_steps  # of a step that has not ended
+        samples = done * self.train_micro_batch_size_per_gpu() * self.dp_size
         return TrainingState(
             Counters(
                 self.global_steps,
-                self.micro_steps - counted,
+                self.micro_steps - done,
                 self.global_samples - samples,
                 self._skipped.count,
             ),
@@ -305,7 +302,7 @@ class Engine(TrainingEngine):
             self.lr_scheduler,
             self.training_dataloader if resumes_data else None,
             accumulation_steps=accumulation.steps,
-            lost_batches=counted + bool(accumulation.backwards),
+            lost_batches=done + bool(accumulation.backwards),
         )
 
     def _set_counters(self, counters: Counters) -> None:
@@ -430,8 +427,8 @@ class Engine(TrainingEngine):
         """
         if self.life.state is EngineState.CLOSED:
             return
-        if not (self.global_steps or reason) and self.accumulation.backwards and self.is_main_rank:
-            logger.warning(UNSTEPPED, self.accumulation.backwards)
+        if self.accumulation.backwards and not (self.global_steps or reason):
+            self._tell_unstepped()
         self.life.close()
         self._sharing.close()
         # The last entry runs first. All of them run, also after an error.

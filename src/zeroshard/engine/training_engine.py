@@ -45,8 +45,8 @@ MISCOUNTED = (
 
 
 UNSTEPPED = (
-    "%d backwards without engine.step(): their gradients are summed, and nothing is trained. Call "
-    "engine.step() after each engine.backward(loss); it counts gradient_accumulation_steps"
+    "%d backwards without engine.step(): their gradients are summed, and nothing is trained before it. "
+    "Call engine.step() after each engine.backward(loss); it counts gradient_accumulation_steps"
 )
 """A warning, because a program may sum gradients by itself."""
 
@@ -178,9 +178,14 @@ class TrainingEngine(EngineBase):
                     "its repeated batch would change the gradients. Use engine.backward(loss)."
                 )
         self.accumulation.note_backward(divided=bool(running))
-        if self.accumulation.seems_endless() and self.is_main_rank:
-            logger.warning(UNSTEPPED, self.accumulation.backwards)
+        if self.accumulation.seems_endless():
+            self._tell_unstepped()
         return True
+
+    def _tell_unstepped(self) -> None:
+        """Warn of backwards that no step has followed, if there is an optimizer."""
+        if self.is_main_rank and self.runtime.optimizer is not None:
+            logger.warning(UNSTEPPED, self.accumulation.backwards)
 
     # ------------------------------------------------------------------ the step
 
