@@ -283,7 +283,10 @@ def _fate_of_batches(loader: Any) -> str:
     if not isinstance(loader, ResumableLoader):
         return "After a resume, let the data go on where the step began, or save when it has ended."
     if loader.is_inside:
-        return "A resumed run reads them again: its data go on where the step began."
+        return (
+            "A resumed run reads them again: its data go on where the step began, or at the beginning of "
+            "this pass if the step began before it."
+        )
     return (
         "They were left over at the end of the data, and a resumed run goes on without them. Choose "
         "gradient_accumulation_steps so that it divides the micro-batches of a pass, and none is left."
