@@ -12,8 +12,9 @@ from zeroshard.cli.telling import note
 RunArgument = Annotated[
     Path | None,
     typer.Argument(
-        help="The folder of a run, or a directory of such folders: the run written last. "
-        "Default: the directory where runs are recorded if trust.dump_dir names none."
+        help="The folder of a run, or a directory of such folders: the run written last (stacks: of "
+        "those that live; explain: of those that have ended). Default: the directory where runs are "
+        "recorded if trust.dump_dir names none."
     ),
 ]
 

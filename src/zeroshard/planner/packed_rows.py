@@ -8,8 +8,8 @@ mask attention also takes another kernel.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -24,10 +24,11 @@ _FINDS = "find_packed_sequence_indices"
 def rows_as_in(inputs: Any) -> Iterator[None]:
     """Inside, models of Transformers take rows for one sample each, unless ``inputs`` have several.
 
-    ``inputs``: of the model, with values. Positions without values are those of one sample.
+    ``inputs``: of the model, with values. Positions without values are those of one sample. Does nothing
+    for programs that have not imported Transformers.
     """
     own = inputs.get("position_ids") if isinstance(inputs, Mapping) else None
-    if find_spec("transformers") is None or _are_packed(own):
+    if "transformers" not in sys.modules or _are_packed(own):
         yield
         return
     from transformers import masking_utils
