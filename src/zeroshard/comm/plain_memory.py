@@ -51,3 +51,9 @@ class PlainMemory:
 
 
 PLAIN = PlainMemory()
+
+
+def memory_of(comm: object) -> CommMemory:
+    """The memory for tensors that a communicator gathers into. Those of one rank have plain memory."""
+    found: CommMemory = getattr(comm, "memory", PLAIN)
+    return found

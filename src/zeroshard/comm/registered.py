@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import Comm, ProcessGroupComm
-from zeroshard.comm.plain_memory import PLAIN, CommMemory
 from zeroshard.device.choice import ops_of
 from zeroshard.device.ops import DevicePool
 from zeroshard.memory.storage import resize
@@ -122,8 +121,3 @@ def _said(error: BaseException) -> str:
     if "expandable_segments" in line:
         line += " Set PYTORCH_ALLOC_CONF=expandable_segments:False; zeroshard launch sets True."
     return line
-
-
-def memory_of(comm: Comm) -> CommMemory:
-    """The memory for tensors that a communicator gathers into."""
-    return getattr(comm, "memory", PLAIN)

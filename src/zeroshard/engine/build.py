@@ -23,7 +23,6 @@ from zeroshard.checkpoint.local_state import LocalState
 from zeroshard.comm.dtensors import groups_over
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.comm.layer_calls import announced
-from zeroshard.comm.registered import register
 from zeroshard.config import Config, LoadedConfig
 from zeroshard.core.layout import Slot, is_counted, is_split
 from zeroshard.core.mesh import HOLDERS, Mesh
@@ -134,6 +133,8 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
     tell_launcher(draft.loaded, rank=draft.rank_info.rank)
     try:
         if settings.registered_memory:
+            from zeroshard.comm.registered import register
+
             watch.memory_line = register(watch.comms_of_units, draft.device)
         return _assemble(draft, watch, make_hooks)
     except BaseException as error:
