@@ -327,6 +327,8 @@ def test_flags_of_the_deepspeed_command_keep_their_names(request_of):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--config", "ds.json"], "it is an option of the program, and stands after it"),
+        (["--deepspeed", "ds.json"], "The launcher reads no configuration."),
         (["--autotuning", "run"], "sizes are derived from the model"),
         (["--autotuning", "tune"], f"run: {PLAN_COMMAND}. Leave --autotuning out."),
         (["--elastic_training"], "checkpoints load at any world size"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 
 import pytest
 
@@ -55,7 +56,24 @@ def test_a_traceback_of_a_failed_run_is_kept_for_the_report(console):
     streams.start()
     streams.finish(release=False)
     assert console.getvalue() == b"before\n"
-    assert not streams.shown(0)
+    assert streams.shown_by(0) is None
+
+
+def test_the_same_traceback_of_several_ranks_is_shown_once(console):
+    streams = Streams(console)
+    stderrs = [streams.paths(rank)[1] for rank in range(3)]
+    for rank, stderr in enumerate(stderrs):
+        own = TRACE.replace(b"boom", b"bang") if rank == 2 else TRACE
+        write(stderr, b"".join(b"[rank%d]: " % rank + line for line in own.splitlines(True)))
+    streams.start()
+    deadline_s = time.monotonic() + 20
+    while console.getvalue().count(b"\n") < 7 and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    streams.finish(release=False)
+    shown = console.getvalue().decode()
+    assert shown.count("boom") == shown.count("bang") == 1
+    assert "zeroshard: rank 1 printed the same traceback as rank 0.\n" in shown
+    assert [streams.shown_by(rank) for rank in range(3)] == [0, 0, 2]
 
 
 def test_a_traceback_of_a_clean_run_is_shown_at_the_end(console):

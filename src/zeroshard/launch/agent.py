@@ -376,8 +376,9 @@ def _print(report: ExitReport, streams: Streams, console: TextIO) -> None:
         print(f"zeroshard: {line}", file=console)
     rank = report.root if report.trace_rank is None else report.trace_rank
     if rank is not None and report.trace:
-        if streams.shown(rank):
-            print(f"zeroshard: the traceback of rank {rank} is above.", file=console)
+        shown_by = streams.shown_by(rank)
+        if shown_by is not None:
+            print(f"zeroshard: the traceback of rank {shown_by} is above.", file=console)
         else:
             print(f"--- rank {rank}\n{report.trace}", file=console)
     console.flush()

@@ -283,6 +283,11 @@ _NO_ELASTIC = (
     "out, and start again with other hosts."
 )
 
+_OF_THE_PROGRAM = (
+    "it is an option of the program, and stands after it: zeroshard launch SCRIPT --config FILE, if the "
+    "script reads it. The launcher reads no configuration."
+)
+
 WITHOUT_FIELD: dict[str, tuple[type, Option]] = {
     "no_ssh_check": (
         bool,
@@ -295,11 +300,20 @@ WITHOUT_FIELD: dict[str, tuple[type, Option]] = {
         str,
         Option(("--autotuning",), hidden=True, refused=f"{NO_TUNING}. Leave --autotuning out."),
     ),
+    "config": (
+        str,
+        Option(
+            ("--config", "--deepspeed_config", "--deepspeed-config", "--deepspeed"),
+            hidden=True,
+            refused=_OF_THE_PROGRAM,
+        ),
+    ),
     "elastic_training": (bool, Option(("--elastic_training",), hidden=True, refused=_NO_ELASTIC)),
     "min_elastic_nodes": (int, Option(("--min_elastic_nodes",), hidden=True, refused=_NO_ELASTIC)),
     "max_elastic_nodes": (int, Option(("--max_elastic_nodes",), hidden=True, refused=_NO_ELASTIC)),
 }
-"""Options of DeepSpeed's command that have no effect or are refused: name -> type and option."""
+"""Options of DeepSpeed's command, and of programs, that have no effect or are refused: name -> type and
+option."""
 
 
 def declared() -> Iterator[tuple[str, Any, Any, Option]]:

@@ -2,7 +2,8 @@
 
 Each rank writes to a pipe. One thread copies the bytes as they arrive. A traceback is held back for a
 second. If no rank has failed by then, the traceback was only logged, and it is shown. If the run fails,
-it is left to the report, which shows the cause first.
+it is left to the report, which shows the cause first. A traceback that several ranks print alike
+is shown once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from zeroshard.run.traces import starts_trace
+from zeroshard.run.traces import starts_trace, without_ranks
 
 _TAIL_NBYTES = 128 << 10
 _LINE_NBYTES = 64 << 10
@@ -31,12 +32,17 @@ class _Stream:
     sink: BinaryIO
     watched: bool  # it is a standard error: keep its end, hold traces back
     raw: bool = False  # ``sink`` is a file of this rank alone: lines need not be kept whole
+    rank: int = 0
+    first: dict[str, int] = field(
+        default_factory=dict
+    )  # of all ranks: who has shown which trace first
     tail: bytearray = field(default_factory=bytearray)
     partial: bytes = b""  # an unfinished line, which may be the start of a trace
     partial_since_s: float = 0.0
     mid_line: bool = False
     held: bytearray = field(default_factory=bytearray)
     held_since_s: float | None = None
+    shown_by: int | None = None  # the rank whose output has the last trace; None: this one
 
     def feed(self, data: bytes, now_s: float) -> None:
         if self.raw and not self.watched:
@@ -64,10 +70,21 @@ class _Stream:
         """Show what was held long enough: unfinished lines (progress bars); traces unless ``failing``."""
         if self.held_since_s is not None:
             if not failing and now_s - self.held_since_s > _HOLD_S:
-                self.release()
+                self._show_held()
         elif self.partial and now_s - self.partial_since_s > _TICK_S:
             self._write(self.partial)
             self.partial, self.mid_line = b"", True
+
+    def _show_held(self) -> None:
+        """Show what is held, or a line that names the rank which has shown the same."""
+        text = without_ranks(self.held.decode(errors="replace"))
+        self.shown_by = self.first.setdefault(text, self.rank)
+        if self.shown_by != self.rank:
+            same = (
+                f"zeroshard: rank {self.rank} printed the same traceback as rank {self.shown_by}.\n"
+            )
+            self.held[:] = same.encode()
+        self.release()
 
     def release(self) -> None:
         """Show everything that is held."""
@@ -110,6 +127,7 @@ class Streams:
         self._selector = selectors.DefaultSelector()
         self._outputs: dict[int, _Stream] = {}
         self._errors: dict[int, _Stream] = {}
+        self._first: dict[str, int] = {}
         self._write_ends: list[int] = []
         self._files: list[BinaryIO] = []
         self._done = threading.Event()
@@ -124,7 +142,7 @@ class Streams:
             self._log_dir.mkdir(parents=True, exist_ok=True)
             outputs = errors = (self._log_dir / f"rank{rank}.log").open("wb")
             self._files.append(errors)
-        self._errors[rank] = _Stream(errors, watched=True)
+        self._errors[rank] = _Stream(errors, watched=True, rank=rank, first=self._first)
         stderr = self._pipe(self._errors[rank])
         if outputs is None:
             return "", stderr
@@ -174,9 +192,12 @@ class Streams:
         """The last 128 KiB of the rank's standard error."""
         return bytes(self._errors[rank].tail).decode(errors="replace")
 
-    def shown(self, rank: int) -> bool:
-        """Whether the rank's last trace is on the console already."""
-        return self._log_dir is None and not self._errors[rank].held
+    def shown_by(self, rank: int) -> int | None:
+        """The rank whose output on the console has ``rank``'s last trace; None: it is not there yet."""
+        stream = self._errors[rank]
+        if self._log_dir is not None or stream.held:
+            return None
+        return rank if stream.shown_by is None else stream.shown_by
 
     def _pipe(self, stream: _Stream) -> str:
         read_end, write_end = os.pipe()

@@ -42,9 +42,14 @@ def starts_trace(line: str) -> bool:
     return any(kind.match(line) for kind in (_TRACEBACK, _FATAL, _LINK, _UNPARSED))
 
 
+def without_ranks(text: str) -> str:
+    """``text`` without torch's marks of ranks at the beginnings of lines."""
+    return "\n".join(_PREFIX.sub("", line) for line in text.splitlines())
+
+
 def last_trace(stderr: str) -> Trace | None:
     """The last trace in a process's standard error; None if there is none."""
-    lines = [_PREFIX.sub("", line) for line in stderr.splitlines()]
+    lines = without_ranks(stderr).split("\n")
     start = _start_of_last(lines)
     if start is None:
         return None
