@@ -25,6 +25,7 @@ from published_models import (
     deberta,
     deberta_96,
     gpt2_xl,
+    llama,
     llama_8b,
     llava,
 )
@@ -39,8 +40,8 @@ from zeroshard.planner.step_time import step_time
 from zeroshard.zero import Init
 
 PAGE = Path(__file__).parents[1] / "docs/plan-published.md"
-BATCHES, LLAMA, LLAVA, COST = (
-    f"plan_published.py: {name}" for name in ("batches", "Llama", "LLaVA", "cost")
+BATCHES, LLAMA, A100, LLAVA, COST = (
+    f"plan_published.py: {name}" for name in ("batches", "Llama", "A100", "LLaVA", "cost")
 )
 
 CARD_NBYTES = 24 * 2**30
@@ -235,6 +236,48 @@ def llamas(rows: Sequence[LlamaRow] = LLAMAS) -> list[str]:
     return lines
 
 
+class A100Row(NamedTuple):
+    """A published run of Llama on 64 A100s of 80 GB. ``tokens``: per second of one GPU."""
+
+    name: str
+    size: str
+    layers: int
+    samples: int
+    length: int
+    checkpointed: bool
+    tokens: int
+
+
+A100S = (
+    A100Row("Llama 2 13B", "13B", 40, 2, 4096, False, 2162),
+    A100Row("Llama 2 70B", "70B of Llama 2", 80, 2, 4096, True, 353),
+    A100Row("Llama 3 70B", "70B", 80, 1, 8192, True, 331),
+)
+
+
+def a100s(rows: Sequence[A100Row] = A100S, gpus: int = 64) -> list[str]:
+    """The table of Llama on 64 A100s: FSDP2, as published and as planned."""
+    lines = [
+        "| model | samples of a GPU | tokens of each | checkpointing | tokens/s of a GPU: published "
+        "| planned | off | planned, GiB |",
+        "|---|--:|--:|---|--:|--:|--:|--:|",
+    ]
+    machine = load_machine("a100")
+    for name, size, layers, samples, length, checkpointed, published in rows:
+        made = llama(samples, length, size=size, layers=layers, checkpointed=checkpointed)
+        found = simulated(made, samples, Mesh(data_shard=gpus), 3, BF16, with_events=True)
+        tokens = samples * length * gpus
+        timed = step_time(found, machine, samples=samples * gpus, tokens=tokens)
+        planned = tokens / timed.total_s / gpus
+        lines.append(
+            f"| {name} | {samples} | {length:,} | {'every layer' if checkpointed else 'none'} | "
+            f"{published:,} | {planned:,.0f} | {off(published, planned)} | "
+            f"{found.peak_nbytes / 2**30:.1f} |"
+        )
+        print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
 class LlavaRow(NamedTuple):
     """A published run of LLaVA-1.5 on eight cards, 16 samples on each.
 
@@ -282,7 +325,7 @@ def llavas(rows: Sequence[LlavaRow] = LLAVAS) -> list[str]:
 
 
 MAKERS: dict[str, Callable[[], list[str]]] = {
-    "batches": batches, "Llama": llamas, "LLaVA": llavas
+    "batches": batches, "Llama": llamas, "A100": a100s, "LLaVA": llavas
 }  # fmt: skip
 
 

@@ -91,9 +91,13 @@ LLAMA: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
            "num_key_value_heads": 32, "vocab_size": 32000},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    "13B": {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40,
+            "num_key_value_heads": 40, "vocab_size": 32000},
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+    "70B of Llama 2": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
+                       "vocab_size": 32000},
 })  # fmt: skip
-"""Sizes of Llama 2, 3.1 and 3.2, where they differ from those of :func:`llama`."""
+"""Sizes of Llama 2, 3, 3.1 and 3.2, where they differ from those of :func:`llama`."""
 
 
 def llama_8b(samples: int, *, checkpointed: bool, layers: int = 32) -> tuple[Build, Inputs]:

@@ -55,6 +55,20 @@ def test_many_nodes_cost_as_little_as_was_published():
     assert abs(number(many[2]) / number(few[2]) - published) < 0.05
 
 
+def test_the_published_llamas_on_64_cards_fit_and_are_within_a_tenth():
+    rows = table(tool.A100)
+    for row, run in zip(rows, tool.A100S, strict=True):
+        assert row[0] == run.name
+        assert [number(cell) for cell in (row[1], row[2], row[4])] == [
+            run.samples,
+            run.length,
+            run.tokens,
+        ]
+        assert row[6] == tool.off(run.tokens, number(row[5]))
+        assert abs(number(row[5]) / run.tokens - 1) < 0.11
+        assert number(row[7]) < 79.15 - tool.CONTEXT_NBYTES / 2**30  # what torch says the card has
+
+
 def test_the_published_runs_of_llava_fit_and_took_no_longer_than_with_the_longest_samples():
     rows = table(tool.LLAVA)
     assert [row[:2] for row in rows] == [[r.name, f"{r.cards}, {r.gib} GB"] for r in tool.LLAVAS]
