@@ -29,6 +29,7 @@ from zeroshard.config.machine_file import load_machine
 from zeroshard.core.mesh import Mesh
 from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.gpu_kernels import kernels_of
+from zeroshard.planner.packed_rows import rows_as_in
 from zeroshard.planner.simulated import Simulation
 from zeroshard.planner.step_log import Begun, Ended, Operation
 from zeroshard.planner.step_time import step_time
@@ -124,7 +125,7 @@ class _Operators(TorchDispatchMode):
 def of_a_plain_loop(model: tuple[Build, Inputs]) -> int:
     """Operators of a forward and a backward without an engine."""
     build, batch = model
-    with kernels_of("cuda"), fake_tensors():
+    with kernels_of("cuda"), fake_tensors(), rows_as_in(batch):
         made = build()
         inputs = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in batch.items()}
         with _Operators() as counter:
