@@ -15,16 +15,20 @@ rank of this host ends during a wait, the other ranks notice it and name it (:cl
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.recorder import Recorder
@@ -49,6 +53,7 @@ from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError, DistributedError, RankLost, RankMismatch
 
 _DIGEST = 64  # characters of a digest
+_DETAILS_NBYTES = 16 << 10  # of one rank; the store of a run has those of all ranks
 T = TypeVar("T")
 
 
@@ -63,19 +68,21 @@ def agree_plan(
     *,
     card: str = "",
     sum_up: Callable[[list[str]], str] = lambda _cards: "",
+    details: Mapping[str, Sequence[str]] = MappingProxyType({}),
     timeout_s: float = 1800.0,
     check: Check = no_check,
 ) -> str:
     """Return if all ranks have equal ``fields``; collective.
 
-    Returns what ``sum_up`` has made of the ``card`` of every rank, in rank order, on the rank that came
-    last. So plans and cards cost one round.
+    ``details``: of a field that is a digest, what it is a digest of. An error shows the first of these
+    lines that differs, instead of digests. Returns what ``sum_up`` has made of the ``card`` of every
+    rank, in rank order, on the rank that came last. So plans and cards cost one round.
 
     Raises:
         RankMismatch: names the first field that differs, its values, and the ranks that have them.
         RankLate: some ranks did not post within ``timeout_s``; it names them.
     """
-    said = post_plan(store, rank, size, fields, card=card, sum_up=sum_up)
+    said = post_plan(store, rank, size, fields, card=card, sum_up=sum_up, details=details)
     if said is None:
         said = outcome(store, rank, size, key="plan", timeout_s=timeout_s, check=check)
     groups, _, summary = said.partition("\n")
@@ -111,6 +118,7 @@ def post_plan(
     *,
     card: str = "",
     sum_up: Callable[[list[str]], str] = lambda _cards: "",
+    details: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> str | None:
     """Post ``fields`` and ``card`` without waiting for the other ranks. The last rank gets the outcome.
 
@@ -119,14 +127,33 @@ def post_plan(
     """
     text = json.dumps(dict(fields))
     digest = hashlib.sha256(text.encode()).hexdigest()
-    store.set(f"fields/{rank}", json.dumps([socket.gethostname(), text]))
+    packed = {key: _packed(lines) for key, lines in details.items()}
+    store.set(f"fields/{rank}", json.dumps([socket.gethostname(), text, packed]))
     return arrive(store, rank, size, digest + card, partial(_compared, sum_up), key="plan")
 
 
-def plans_of(store: Store, groups: Sequence[Sequence[int]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Host and fields of the first rank of each group of :func:`alike_plans`."""
+class PostedPlan(NamedTuple):
+    """What a rank has posted. ``details``: packed."""
+
+    host: str
+    fields: Mapping[str, Any]
+    details: Mapping[str, str] = MappingProxyType({})
+
+
+def plans_of(store: Store, groups: Sequence[Sequence[int]]) -> list[PostedPlan]:
+    """The plan of the first rank of each group of :func:`alike_plans`."""
     found = [json.loads(store.get(f"fields/{ranks[0]}")) for ranks in groups]
-    return [(host, json.loads(fields)) for host, fields in found]
+    return [PostedPlan(host, json.loads(fields), details) for host, fields, details in found]
+
+
+def _packed(lines: Sequence[str]) -> str:
+    """``lines``, compressed; "" if there are so many that the store of a large run would suffer."""
+    packed = base64.b85encode(zlib.compress("\n".join(lines).encode())).decode()
+    return packed if len(packed) <= _DETAILS_NBYTES else ""
+
+
+def _unpacked(packed: str) -> list[str]:
+    return zlib.decompress(base64.b85decode(packed)).decode().split("\n") if packed else []
 
 
 def cards_of(store: Store) -> dict[int, str]:
@@ -148,16 +175,14 @@ def _compared(sum_up: Callable[[list[str]], str], values: Sequence[str]) -> str:
     return json.dumps(sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))) + "\n"
 
 
-def mismatch_text(
-    groups: Sequence[Sequence[int]], plans: Sequence[tuple[str, Mapping[str, Any]]]
-) -> str:
+def mismatch_text(groups: Sequence[Sequence[int]], plans: Sequence[PostedPlan]) -> str:
     """Which ranks failed before, or which ranks differ in what. ``groups``: ranks, largest group first.
 
-    >>> plans = [("a", {"stage": "2"}), ("b", {"stage": "3"})]
+    >>> plans = [PostedPlan("a", {"stage": "2"}), PostedPlan("b", {"stage": "3"})]
     >>> mismatch_text([[0, 1, 2], [3]], plans)[:68]
     'RankMismatch: rank 3 has another plan than ranks 0-2. First differen'
     """
-    for ranks, (host, fields) in zip(groups, plans, strict=True):
+    for ranks, (host, fields, _) in zip(groups, plans, strict=True):
         if FAILED in fields:
             return (
                 f"RankMismatch: {rank_ranges(ranks)} (host {host}) failed before all ranks had "
@@ -165,19 +190,42 @@ def mismatch_text(
             )
     odd = sorted(r for ranks in groups[1:] for r in ranks)
     has = "has" if len(odd) == 1 else "have"
-    keys = dict.fromkeys(key for _, fields in plans for key in fields)
-    differing = [key for key in keys if len({fields.get(key) for _, fields in plans}) > 1]
-    key = differing[0] if differing else "order of the fields"
-    values = " vs ".join(
-        f"{_short(fields.get(key))} ({rank_ranges(ranks)}, host {host})"
-        for ranks, (host, fields) in list(zip(groups, plans, strict=True))[:3]
-    )
-    more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+    difference, hint = _difference(groups, plans)
     return (
         f"RankMismatch: {rank_ranges(odd)} {has} another plan than {rank_ranges(groups[0])}. "
-        f"First difference: {key} = {values}{more}.\n"
-        "  Start every rank with the same program, config and library versions."
+        f"First difference: {difference}.\n"
+        f"  Start every rank with the same program, config and library versions{hint}."
     )
+
+
+def _difference(groups: Sequence[Sequence[int]], plans: Sequence[PostedPlan]) -> tuple[str, str]:
+    """The first field that differs and its values, and what else to do."""
+    keys = dict.fromkeys(key for plan in plans for key in plan.fields)
+    differing = [key for key in keys if len({plan.fields.get(key) for plan in plans}) > 1]
+    key = differing[0] if differing else "order of the fields"
+    at, lines = _first_difference([_unpacked(plan.details.get(key, "")) for plan in plans[:3]])
+    shown = lines or [plan.fields.get(key) for plan in plans[:3]]
+    values = " vs ".join(
+        f"{_short(value)} ({rank_ranges(ranks)}, host {plan.host})"
+        for value, ranks, plan in zip(shown, groups, plans, strict=False)
+    )
+    more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+    hint = ", and build the model in the same order: a set has another one in each process"
+    return f"{key}{at} = {values}{more}", hint if at else ""
+
+
+def _first_difference(lists: Sequence[Sequence[str]]) -> tuple[str, list[str]]:
+    """The number of the first line that is not the same in all ``lists``, in words, and those lines.
+
+    >>> _first_difference([["a", "b"], ["a", "c"], ["a"]])
+    (' 2', ['b', 'c', 'none'])
+    """
+    if not all(lists):
+        return "", []
+    for at, lines in enumerate(zip_longest(*lists, fillvalue="none"), 1):
+        if len(set(lines)) > 1:
+            return f" {at}", [*lines]
+    return "", []
 
 
 def _short(value: Any) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -45,7 +45,7 @@ from zeroshard.engine.tied_units import (
     tied_parts,
     tied_ranks,
 )
-from zeroshard.engine.unit_plan import layout_digest
+from zeroshard.engine.unit_plan import layout_digest, layout_lines
 from zeroshard.errors import in_short
 from zeroshard.experts.placement import sizes_of_buffers
 from zeroshard.memory.malloc import return_large_blocks
@@ -117,13 +117,16 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         transport=settings.transport,
         device=draft.device,
         trust=settings.trust,
-        plan={
-            **_shared_plan(draft),
-            **_agreed_groups(draft),
-            **draft.loaded.agreed(),
-            "ranks that share key/value heads": str(list(draft.head_copies)),
-            "ranks that share experts": str(list(draft.expert_sizes)),
-        },
+        plan=_joined(
+            draft.loaded.agreed(),  # first: what differs here may be why the rest does
+            _shared_plan(draft),
+            _agreed_groups(draft),
+            {
+                "ranks that share key/value heads": str(list(draft.head_copies)),
+                "ranks that share experts": str(list(draft.expert_sizes)),
+            },
+        ),
+        details=_in_detail(draft),
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
         kinds=list(
@@ -154,7 +157,21 @@ def _shared_plan(draft: Draft) -> dict[str, str]:
             "first pieces of the pipeline stages": first,
             "whole model": model.digest,
         }
-    return {"units": layout_digest(draft.specs)}
+    return {"parameter": layout_digest(draft.specs)}
+
+
+def _in_detail(draft: Draft) -> dict[str, list[str]]:
+    """What :func:`_shared_plan` has digests of."""
+    return (
+        {} if isinstance(draft.model, PipelineModel) else {"parameter": layout_lines(draft.specs)}
+    )
+
+
+def _joined(*parts: Mapping[str, str]) -> dict[str, str]:
+    """All ``parts``. A key of two of them would be compared for one only."""
+    plan = {key: value for part in parts for key, value in part.items()}
+    assert len(plan) == sum(map(len, parts))
+    return plan
 
 
 def _agreed_groups(draft: Draft) -> dict[str, str]:

@@ -320,6 +320,17 @@ def layout_digest(specs: Iterable[UnitSpec]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def layout_lines(specs: Iterable[UnitSpec]) -> list[str]:
+    """What :func:`layout_digest` hashes, for messages: a line for each parameter."""
+    lines = []
+    for s in specs:
+        for slot in s.layout.slots:
+            name, _, *rest = _shared(slot, has_experts=s.experts > 1)
+            kind = f"{str(s.row.param).removeprefix('torch.')}{'' if s.trainable else ', frozen'}"
+            lines.append(f"{name or 'of an expert'} {list(rest[0])}, {kind}, in unit {s.name}")
+    return lines
+
+
 def _shared(slot: Slot, *, has_experts: bool) -> tuple[object, ...]:
     """What ranks must share of a slot: its name, its position, and the global tensor.
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -61,14 +62,15 @@ def open_session(
     separate_reductions: bool = False,
     mesh: Mesh | None = None,
     kinds: Sequence[GroupKind] | None = None,
+    details: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> CommSession:
     """Open communicators after all ranks have agreed on ``plan``. Collective.
 
-    ``call``: the function that the program called. Only ``initialize`` gets a control group. ``mesh``:
-    of all ranks; None: all of them hold the same parameters. ``kinds``: of groups that the
-    model needs (:func:`~.opener.groups_of`); None: those that every model needs.
-    ``separate_reductions``: gathers and reductions run at the same time, so on NCCL ``initialize`` opens
-    a second communicator for reductions.
+    ``details``: see :func:`~zeroshard.comm.agreement.agree_plan`. ``call``: the function that the program
+    called. Only ``initialize`` gets a control group. ``mesh``: of all ranks; None: all of them hold the
+    same parameters. ``kinds``: of groups that the model needs (:func:`~.opener.groups_of`); None: those
+    that every model needs. ``separate_reductions``: gathers and reductions run at the same time, so on
+    NCCL ``initialize`` opens a second communicator for reductions.
 
     Raises:
         RankMismatch: another rank has another plan or another ``call``.
@@ -100,7 +102,7 @@ def open_session(
             recording=crew.recording, ring=settings.ring, rank=ranks[crew.me], group_size=len(ranks)
         )
         undo.callback(recorder.close)
-        peers = _agree(crew, namespace, plan, device_use(group, device))
+        peers = _agree(crew, namespace, plan, device_use(group, device), details)
         session = _open(crew, peers, recorder, group, transport, device, purposes, mesh, kinds)
         undo.pop_all()
         return session
@@ -143,7 +145,11 @@ def set_up_together(
 
 
 def _agree(
-    crew: SetUpRanks, namespace: Store, plan: Mapping[str, str], own_device: DeviceUse
+    crew: SetUpRanks,
+    namespace: Store,
+    plan: Mapping[str, str],
+    own_device: DeviceUse,
+    details: Mapping[str, Sequence[str]],
 ) -> Peers:
     """The process and recording of every rank, by global rank, after all have agreed on ``plan``.
 
@@ -166,7 +172,8 @@ def _agree(
     }
     told = agree_plan(
         namespace, crew.me, size, {**shared, **plan},
-        card=card, sum_up=sum_up, timeout_s=crew.settings.limit_s("setup"), check=crew.check,
+        card=card, sum_up=sum_up, details=details, timeout_s=crew.settings.limit_s("setup"),
+        check=crew.check,
     )  # fmt: skip
     refused, _, runs = told.partition(_END_OF_ERROR)
     if refused:
