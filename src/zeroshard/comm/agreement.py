@@ -204,7 +204,7 @@ def _difference(groups: Sequence[Sequence[int]], plans: Sequence[PostedPlan]) ->
     differing = [key for key in keys if len({plan.fields.get(key) for plan in plans}) > 1]
     key = differing[0] if differing else "order of the fields"
     at, lines = _first_difference([_unpacked(plan.details.get(key, "")) for plan in plans[:3]])
-    shown = lines or [plan.fields.get(key) for plan in plans[:3]]
+    shown: list[Any] = [*lines] or [plan.fields.get(key) for plan in plans[:3]]
     values = " vs ".join(
         f"{_short(value)} ({rank_ranges(ranks)}, host {plan.host})"
         for value, ranks, plan in zip(shown, groups, plans, strict=False)

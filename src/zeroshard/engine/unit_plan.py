@@ -325,9 +325,10 @@ def layout_lines(specs: Iterable[UnitSpec]) -> list[str]:
     lines = []
     for s in specs:
         for slot in s.layout.slots:
-            name, _, *rest = _shared(slot, has_experts=s.experts > 1)
+            name = slot.fqn if s.experts == 1 or slot.block is not None else "of an expert"
+            shape = slot.shape if slot.block is None else slot.block.shape
             kind = f"{str(s.row.param).removeprefix('torch.')}{'' if s.trainable else ', frozen'}"
-            lines.append(f"{name or 'of an expert'} {list(rest[0])}, {kind}, in unit {s.name}")
+            lines.append(f"{name} {list(shape)}, {kind}, in unit {s.name}")
     return lines
 
 
