@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from loops import STAGES, assert_same, open_engine, own_data, train, weights
+from loops import STAGES, assert_same, data, loss_of, open_engine, own_data, train, weights
 from support.covering import some_stages
 from torch import Tensor, nn
 from zeroshard_testing import on_ranks
@@ -105,3 +105,12 @@ def test_a_device_that_is_another_one_is_found_whatever_was_called():
     with pytest.raises(UsageError, match="cannot move to meta"):
         check_keeps(lambda held: held.to("meta"), [torch.zeros(1)], torch.device("cpu"))
     check_keeps(lambda held: held.to("cpu"), [torch.zeros(1)], torch.device("cpu"))
+
+
+@on_ranks(2)
+def test_an_input_that_was_not_cast_is_named_as_the_cause():
+    with open_engine(3, **BF16) as engine, pytest.raises(RuntimeError) as found:
+        loss_of(engine, data(1)[0][0])
+    assert "same dtype" in str(found.value)
+    assert "inputs are as the program passes them" in str(found.value)
+    assert "x.to(torch.bfloat16)" in str(found.value)

@@ -136,6 +136,11 @@ def test_a_loop_without_step_is_warned_of(count, texts):
         for _ in range(count):
             engine.backward(loss_of(engine, batch))
     assert [line.partition(" without engine.step(): ")[0] for line in lines] == texts
+    with logged() as lines, open_engine() as engine:  # a plain loop's zero_grad() hides nothing
+        for _ in range(20):
+            engine.optimizer.zero_grad()
+            engine.backward(loss_of(engine, batch))
+    assert [line.partition(" ")[0] for line in lines][:1] == ["16"]
     with logged() as lines, open_engine() as engine:
         for _ in range(count):
             engine.backward(loss_of(engine, batch))

@@ -209,8 +209,9 @@ def test_verify_names_a_manifest_that_is_not_to_be_believed(make, place, run):
 def test_export_writes_weights(make, place, tmp_path, run):
     make(10)
     out = tmp_path / "out"
-    output = run("export", place, "--out", out, "--dtype", "bfloat16").output
-    assert output.split() == [str(out / "model.safetensors")]
+    done = run("export", place, "--out", out, "--dtype", "bfloat16")
+    assert done.stdout.split() == [str(out / "model.safetensors")]
+    assert "no config.json lies beside the checkpoint" in done.stderr
     found = load_file(out / "model.safetensors")
     assert torch.equal(found["a.weight"], VALUES["a.weight"].bfloat16())
 
@@ -218,7 +219,7 @@ def test_export_writes_weights(make, place, tmp_path, run):
 def test_export_takes_a_size_and_leaves_frozen_ones_out(make, place, tmp_path, run):
     make(10, frozen=["b"])
     words = ("--out", tmp_path / "out", "--max-shard-size", "1KB", "--exclude-frozen")
-    assert len(run("export", place, *words).output.split()) == 2
+    assert len(run("export", place, *words).stdout.split()) == 2
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == {"a.weight", "count"}
 
@@ -285,7 +286,7 @@ def test_export_takes_configuration_and_tokenizer_along(trainer_folder, tmp_path
     out = tmp_path / "exported"
     out.mkdir()
     (out / "tokenizer.json").write_text("mine")
-    run("export", trainer_folder, "--out", out)
+    assert not run("export", trainer_folder, "--out", out).stderr
     assert sorted(path.name for path in out.iterdir()) == [
         "config.json",
         "model.safetensors",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zeroshard.cli.saved_folders import check_is_free, copy_model_files, holder, holders
-from zeroshard.cli.telling import AsJson, errors_told
+from zeroshard.cli.telling import AsJson, errors_told, note
 from zeroshard.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -157,6 +157,11 @@ def export_command(
         paths += copy_model_files(source.path, out, overwrite=overwrite)
     for path in paths:
         print(path)
+    if not (out / "config.json").exists():
+        note(
+            f"no config.json lies beside the checkpoint, so {out} has the weights only. "
+            "from_pretrained() of Transformers needs the model's config.json there too."
+        )
 
 
 @ckpt.command("diff")

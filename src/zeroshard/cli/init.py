@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from zeroshard.cli.plan import DOES_NOT_FIT, SAMPLES
+from zeroshard.cli.plan import DOES_NOT_FIT, SAMPLES, device_gib
 from zeroshard.cli.progress import Verbose, progress
 from zeroshard.cli.telling import errors_told
 from zeroshard.errors import UsageError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GPUS, MEMORY = 8, "80"
+GPUS, MEMORY = 8, "80GB"
 """If nothing says how many."""
 
 
@@ -48,7 +48,8 @@ def init_command(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="GiB of memory of one GPU, or its name: a100, h100, h200, rtx4090. Default: 80."
+            help="Memory of one GPU: what the card is called (80GB), GiB for tensors (73), or its name: "
+            "a100, h100, h200, rtx4090. Default: 80GB."
         ),
     ] = None,
     precision: Annotated[Precision | None, typer.Option(help="Default: bf16.")] = None,
@@ -78,7 +79,9 @@ def init_command(
     answers = Answers(
         _answer(model, asks, "Model (a folder, config.json, or script.py:function)", None, str),
         _answer(gpus, asks, "GPUs", GPUS, int),
-        _answer(memory, asks, "Memory of one GPU (GiB, or its name)", MEMORY, str),
+        _answer(
+            memory, asks, "Memory of one GPU (80GB, GiB for tensors, or its name)", MEMORY, str
+        ),
         seq,
     )
     chosen = _answer(precision, asks, "Precision", Precision.bf16, Precision)
@@ -109,7 +112,7 @@ def _refuse(output: Path, overwrite: bool, model: str | None, *, asks: bool) -> 
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers. ``memory``: of one GPU, GiB or its name. ``seq``: tokens; None: of the model."""
+    """The answers. ``memory``: of one GPU, a size or its name. ``seq``: tokens; None: of the model."""
 
     model: str
     gpus: int
@@ -118,9 +121,9 @@ class Answers:
 
     @property
     def gib(self) -> float | None:
-        """GiB of one GPU; None: ``memory`` is a name."""
-        with contextlib.suppress(ValueError):
-            return float(self.memory)
+        """GiB for tensors of one GPU; None: ``memory`` is a name."""
+        with contextlib.suppress(typer.BadParameter):
+            return device_gib(self.memory)
         return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from enum import Enum
 from pathlib import Path
@@ -64,7 +65,35 @@ MicroBatch = Annotated[
     typer.Option(help='Samples of a micro-batch, or "max": the most that fit --memory.'),
 ]
 SampleLength = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
-DeviceMemory = Annotated[float | None, typer.Option(help="GiB of memory of one device.")]
+
+
+def device_gib(text: str) -> float:
+    """GiB that tensors may take on a device: ``"73"``, or ``"80GB"``, which a card is called.
+
+    Of a card's decimal GB, CUDA and NCCL take :data:`TAKEN_NBYTES`.
+    """
+    found = re.fullmatch(r"\s*(\S+?)\s*(gb|gib)?\s*", text, re.IGNORECASE)
+    try:
+        size = float(found[1]) if found else float("nan")
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not a size: give GiB for tensors (73), or what the card is called (80GB)."
+        ) from None
+    if found and found[2] and found[2].lower() == "gb":
+        size = (size * 1e9 - TAKEN_NBYTES) / 2**30
+    return size
+
+
+TAKEN_NBYTES = 1_200_000_000
+"""Of a card: its context, and two communicators of NCCL, as the machine files assume."""
+DeviceMemory = Annotated[
+    float | None,
+    typer.Option(
+        parser=device_gib,
+        metavar="SIZE",
+        help="Memory of one device: GiB for tensors (73), or what the card is called (80GB).",
+    ),
+]
 FitAim = Annotated[
     Aim | None,
     typer.Option(

@@ -8,15 +8,36 @@ from __future__ import annotations
 
 from typing import Any, SupportsIndex
 
+import torch
+
 from zeroshard.comm.collectives import first_line
 from zeroshard.engine import out_of_memory
 from zeroshard.errors import UsageError
+
+_UNLIKE_DTYPES = ("same dtype", "should be the same", "expected scalar type", "same scalar type")
+"""Of torch's messages: products of matrices, convolutions, others."""
 
 
 def tell(engine: Any, error: Exception, phase: str) -> None:
     """Note ``error``, and add to its message what the rank holds if memory is missing."""
     engine._watch.note_failure(f"{named(error)} in {phase}")
     out_of_memory.explain(engine, error, phase)
+    if phase == "forward" and isinstance(error, RuntimeError):
+        _explain_dtypes(engine, error)
+
+
+def _explain_dtypes(engine: Any, error: RuntimeError) -> None:
+    """Add to the message of an operation on unlike dtypes that parameters were converted, inputs not."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    mode = next((mode for mode in half if getattr(engine.settings, mode).enabled), None)
+    if mode is None or not any(words in str(error).lower() for words in _UNLIKE_DTYPES):
+        return
+    hint = '"fp16": {"auto_cast": true} does it' if mode == "fp16" else "token ids need no cast"
+    error.args = (
+        f"{error}\nzeroshard: parameters are in {half[mode]}, since the configuration has {mode}; inputs "
+        f"are as the program passes them. Cast inputs of floating point: x.to({half[mode]}); {hint}.",
+        *error.args[1:],
+    )
 
 
 def refuse_copy(engine: Any, _protocol: SupportsIndex, /) -> Any:

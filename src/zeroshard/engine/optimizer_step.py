@@ -69,6 +69,7 @@ class Accumulation:
         self.uncounted = False  # a backward inside no_sync that no step() has counted yet
         self.divided: set[bool] = set()  # this step's backwards: was the loss divided before?
         self.backwards = 0  # in the current micro-batch
+        self.unstepped = 0  # backwards since the last step(); zero_grad() does not count as one
         self.rescale: Tensor | None = None  # of the running backward's gradients: see BackwardKind
         self.is_dropped = False  # the program dropped all gradients, and no backward has followed
         self._has_warned = False
@@ -97,6 +98,7 @@ class Accumulation:
         """
         self.uncounted = self.uncounted or self.deferred > 0
         self.backwards += 1
+        self.unstepped += 1
         self.is_dropped = False
         self.divided.add(divided)
         if self.steps > 1 and len(self.divided) > 1:
@@ -115,7 +117,7 @@ class Accumulation:
     def advance(self, count: int = 1) -> None:
         """Note that the current micro-batch has ended, or ``count`` of them."""
         self.micro_steps += count
-        self.uncounted, self.backwards = False, 0
+        self.uncounted, self.backwards, self.unstepped = False, 0, 0
 
     def seems_miscounted(self) -> bool:
         """Whether one micro-batch had as many backwards as a step has micro-batches. True at most once.
@@ -132,7 +134,7 @@ class Accumulation:
 
         True at most once.
         """
-        found = self.backwards >= ENDLESS * self.steps and not self._has_warned
+        found = self.unstepped >= ENDLESS * self.steps and not self._has_warned
         self._has_warned = self._has_warned or found
         return found
 

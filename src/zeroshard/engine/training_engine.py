@@ -45,7 +45,7 @@ MISCOUNTED = (
 
 
 UNSTEPPED = (
-    "%d backwards without engine.step(): their gradients are summed, and nothing is trained before it. "
+    "%d backwards without engine.step(): nothing is trained before it. "
     "Call engine.step() after each engine.backward(loss); it counts gradient_accumulation_steps"
 )
 """A warning, because a program may sum gradients by itself."""
@@ -185,7 +185,7 @@ class TrainingEngine(EngineBase):
     def _tell_unstepped(self) -> None:
         """Warn of backwards that no step has followed, if there is an optimizer."""
         if self.is_main_rank and self.runtime.optimizer is not None:
-            logger.warning(UNSTEPPED, self.accumulation.backwards)
+            logger.warning(UNSTEPPED, self.accumulation.unstepped)
 
     # ------------------------------------------------------------------ the step
 
@@ -238,6 +238,7 @@ class TrainingEngine(EngineBase):
         self._count_micro_batches()
         self._scaled_by_caller = False
         self._forget_step()
+        self.accumulation.unstepped = 0
         if isinstance(self.training_dataloader, ResumableLoader):
             self.training_dataloader.end_step()
         self._end_step(outcome.skipped)
