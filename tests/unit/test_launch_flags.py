@@ -226,6 +226,9 @@ def test_what_is_not_used_is_said(hostfile):
     assert line == "--launcher pdsh: hosts are reached over ssh, and pdsh is not used."
     (line,) = said(launcher="ssh", launcher_args="-v")
     assert "--launcher_args has no effect" in line
+    (line,) = said(args=("--nproc=2", "--lr", "1"))
+    assert line.startswith("--nproc=2 stands after the script, so the script gets it.")
+    assert said(args=("--lr", "1")) == ()
     assert said(hostfile=hostfile, launcher="ssh", launcher_args="-v") == said() == ()
 
 

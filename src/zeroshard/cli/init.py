@@ -47,10 +47,7 @@ def init_command(
     gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs. Default: 8.")] = None,
     memory: Annotated[
         str | None,
-        typer.Option(
-            help="Memory of one GPU: what the card is called (80GB), GiB for tensors (73), or its name: "
-            "a100, h100, h200, rtx4090. Default: 80GB."
-        ),
+        typer.Option(help="Of one GPU: 80GB, a100, h200, ..., or GiB for tensors. Default: 80GB."),
     ] = None,
     precision: Annotated[Precision | None, typer.Option(help="Default: bf16.")] = None,
     batch: Annotated[

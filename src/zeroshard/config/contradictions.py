@@ -32,7 +32,10 @@ def contradictions(
     """
     yield from _of_precision(config)
     yield from _of_sizes(config, given)
-    yield from _of_offload(config.zero_optimization, unknown)
+    if f"{_ZERO}.stage" in unknown:
+        yield from _of_paths(config.zero_optimization, unknown)
+    else:
+        yield from _of_offload(config.zero_optimization, unknown)
     if not any(path.startswith(_OF_NODES) for path in unknown):
         yield from hierarchy_contradictions(config.zero_optimization)
         yield from quantized_contradictions(config.zero_optimization)
@@ -75,8 +78,6 @@ def _of_sizes(config: Config, given: Collection[str]) -> Iterator[str]:
 
 def _of_offload(zero: ZeroConfig, unknown: Collection[str]) -> Iterator[str]:
     optimizer, param = zero.offload_optimizer, zero.offload_param
-    if f"{_ZERO}.stage" in unknown:
-        return
     if optimizer is not None and f"{_ZERO}.offload_optimizer.device" not in unknown:
         if optimizer.device != "none" and not STAGES[zero.stage].shards_optimizer:
             yield (
@@ -125,6 +126,15 @@ def _of_early_updates(
             f"{path}: needs parameters on the device, not offload_param.device "
             f'"{param.device}": backward may still read the memory that an early update writes'
         )
+
+
+def _of_paths(zero: ZeroConfig, unknown: Collection[str]) -> Iterator[str]:
+    for name, section in (
+        ("offload_optimizer", zero.offload_optimizer),
+        ("offload_param", zero.offload_param),
+    ):
+        if section is not None and f"{_ZERO}.{name}.device" not in unknown:
+            yield from _without_path(name, section, unknown)
 
 
 def _without_path(name: str, section: OffloadConfig, unknown: Collection[str]) -> Iterator[str]:

@@ -17,12 +17,14 @@ from zeroshard.core.slurm import SlurmJob, read_slurm
 from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Host, check_filters, parse_hostfile, select
 from zeroshard.launch.mpi import MPI_LAUNCHERS, mpi_rank_env
-from zeroshard.launch.options import LAUNCHERS, LaunchRequest, passed_on
+from zeroshard.launch.options import LAUNCHERS, LaunchRequest, declared, passed_on
 from zeroshard.launch.remote import this_launcher
 from zeroshard.launch.srun import rank_env, srun_command
 
 DEFAULT_PORT = 29500
 _MANY_SLOTS = 1 << 10
+_WHERE = ("nproc", "hostfile", "num_nodes")
+"""Fields whose options decide how many ranks there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,12 @@ def notices(request: LaunchRequest, decision: LaunchPlan) -> tuple[str, ...]:
         said.append("--launcher pdsh: hosts are reached over ssh, and pdsh is not used.")
     if isinstance(decision, RunHere) and request.launcher_args:
         said.append("--launcher_args has no effect: this run uses only this host.")
+    own = {name for option in declared() if option[0] in _WHERE for name in option[3].names}
+    if stray := next((word for word in request.args if word.partition("=")[0] in own), None):
+        said.append(
+            f"{stray} stands after the script, so the script gets it. An option of the launcher stands "
+            f"before: zeroshard launch {stray} ... {request.script}"
+        )
     return tuple(said)
 
 
