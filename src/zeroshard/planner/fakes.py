@@ -48,10 +48,13 @@ def _drawn_twice(
 
 
 def _exchange(param: Tensor, other: Tensor) -> None:
-    if owner_of(param) is not None and param.dtype != other.dtype:
+    owner = owner_of(param)
+    # As in a run, a parameter that zero.Init has sharded is whole while it is converted.
+    converted = owner is not None and param.dtype != other.dtype
+    if converted and not owner.ensure_writable(param, ()):  # type: ignore[union-attr]
         raise UsageError(
             f"a parameter that zero.Init has sharded is converted from {param.dtype} to {other.dtype} "
-            "while the model is built. Its values are not on this rank. Build the model in the dtype in "
-            "which the configuration trains."
+            "after it was built. Its values are not on this rank. Build the model in the dtype in which "
+            "the configuration trains."
         )
     exchange(param, other)
