@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroshard.errors import UsageError
@@ -47,7 +47,7 @@ def _drawn_twice(
     return tensor.copy_(torch.where(outside, again, first))
 
 
-def _exchange(param: Tensor, other: Tensor) -> None:
+def _exchange(param: nn.Parameter, other: Tensor) -> None:
     owner = owner_of(param)
     # As in a run, a parameter that zero.Init has sharded is whole while it is converted.
     converted = owner is not None and param.dtype != other.dtype

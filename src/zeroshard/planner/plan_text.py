@@ -116,11 +116,9 @@ def show_fit(fit: Fit, console: Console, *, verbose: bool = False) -> None:
         console.print(
             escape(f"{sizes.text} is not possible: {why}"), highlight=False, soft_wrap=True
         )
-    left_out = len(kinds_of(fit)) - table.row_count
-    if left_out:
+    for why, kinds in _left_out(fit).items():
         console.print(
-            f"{left_out} kinds are not in the table: by arithmetic they are slower or too large",
-            highlight=False,
+            escape(f"not simulated: {'; '.join(kinds)}: {why}"), highlight=False, soft_wrap=True
         )
     console.print(
         f"{fit.count} configurations by {fit.simulations} simulations; --json has why each was not "
@@ -148,6 +146,16 @@ def _best_of_kinds(fit: Fit) -> Table:
             escape(best.why),
         )  # fmt: skip
     return table
+
+
+def _left_out(fit: Fit) -> dict[str, list[str]]:
+    """Why kinds were not simulated, and those kinds in words."""
+    reasons: dict[str, list[str]] = {}
+    for kind, rows in kinds_of(fit).items():
+        if all(row.peak_nbytes is None for row in rows):
+            on = ", with activation checkpointing" if kind.checkpointing else ""
+            reasons.setdefault(rows[0].why, []).append(f"{kind.strategy.text}{on}")
+    return reasons
 
 
 def kinds_of(fit: Fit) -> dict[StrategyKind, list[Judged]]:
