@@ -230,7 +230,7 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/plan-reference.md": [commands, planned, shown, shown, shown, commands, machine],
     "docs/recipes.md": [by_hand],
     "docs/restart.md": [commands, compiles, compiles, commands, keys, commands, shown],
-    "docs/experts.md": [compiles, configuration, commands],
+    "docs/experts.md": [configuration, compiles, commands],
     "docs/hierarchy.md": [of_two_hosts],
     "docs/sequence.md": [compiles, compiles, compiles, commands],
     "docs/stalls.md": [shown, shown, shown, shown, keys],
