@@ -683,8 +683,8 @@ CASES: tuple[Case, ...] = (
     zero(
         "mics",
         {"stage": 3, "mics_shard_size": 8},
-        "zero_optimization.mics_shard_size: not supported: DeepSpeed has removed it; write "
-        "the number of copies of the sharded state in parallel.data_replicate",
+        "zero_optimization.mics_shard_size: not supported: DeepSpeed has removed it; its sharding is "
+        '"hierarchy": {"inner": the same number, "shard_over": "inner"}',
     ),
     zero(
         "zenflow",

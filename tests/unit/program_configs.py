@@ -331,7 +331,7 @@ WILD: dict[str, tuple[dict[str, Any], str]] = {
     "deepspeed zenflow": ({**PLAIN, **zero(stage=2, zenflow={"topk_ratio": 0.05})}, "stale gradients"),
     "deepspeed superoffload": (
         {**PLAIN, **zero(stage=3, offload_optimizer={**CPU, "super_offload": True})}, ""),
-    "deepspeed mics": ({**PLAIN, **zero(stage=3, mics_shard_size=8)}, "parallel.data_replicate"),
+    "deepspeed mics": ({**PLAIN, **zero(stage=3, mics_shard_size=8)}, '"shard_over": "inner"'),
     "deepspeed mics off": ({**PLAIN, **zero(stage=3, mics_shard_size=-1)}, ""),
     "deepspeed partial offload": (
         {**PLAIN, **zero(stage=3, offload_optimizer={**CPU, "ratio": 0.3})}, ""),

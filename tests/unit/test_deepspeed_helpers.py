@@ -165,6 +165,20 @@ def test_builders_build_nothing():
         builder().load()
 
 
+def test_the_base_of_builders_answers_for_torch_but_compiles_nothing(monkeypatch):
+    """Megatron-DeepSpeed asks the class when it is imported."""
+    base = deepspeed.ops.op_builder.builder.OpBuilder
+    assert base.is_rocm_pytorch() is False and base.is_sycl_enabled() is False
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert base.is_rocm_pytorch() is True
+    own = type("OwnBuilder", (base,), {"sources": lambda self: ["own.cpp"]})(name="own")
+    assert own.name == "own"
+    with pytest.raises(
+        UnsupportedError, match=r"OwnBuilder.load\(\).*torch.utils.cpp_extension.load"
+    ):
+        own.load()
+
+
 # ---------------------------------------------------------------------- tables and files
 
 
@@ -381,6 +395,9 @@ def test_the_accelerator_without_a_gpu(monkeypatch):
     state = device.get_rng_state()
     device.manual_seed(1)
     device.set_rng_state(state)
+    names = {f"{kind}Tensor" for kind in "Byte Int Long Half BFloat16 Float Double".split()}
+    made = {getattr(device, name)([1, 2]) for name in names}
+    assert {tensor.type() for tensor in made} == {f"torch.{name}" for name in names}
 
 
 def test_the_timeout_of_collectives_comes_from_the_environment():

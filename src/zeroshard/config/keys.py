@@ -38,7 +38,7 @@ REFUSED: dict[str, str] = {
     "zero_optimization.legacy_stage1": "there is one implementation of stage 1",
     "zero_optimization.zenflow": "it updates with stale gradients, which changes the result",
     "zero_optimization.mics_shard_size": REMOVED
-    + "write the number of copies of the sharded state in parallel.data_replicate",
+    + 'its sharding is "hierarchy": {"inner": the same number, "shard_over": "inner"}',
     "zero_optimization.mics_hierarchical_params_gather": REMOVED + "leave it out",
     "zero_optimization.zeropp_loco_param": REMOVED + "leave it out",
     "trust.simulate_changes_s": "a rank that is out of memory simulates nothing any more; its error has "

@@ -269,6 +269,7 @@ WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=ou
     ("ops.op_builder", _VERSION_INFO, "CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder "
                                "FusedLionBuilder FusedLambBuilder AsyncIOBuilder UtilsBuilder "
                                "ALL_OPS"),
+    ("ops.op_builder.builder", _VERSION_INFO, "OpBuilder"),
     ("ops.aio", _VERSION_INFO, "AsyncIOBuilder"),
     ("launcher.runner", "zeroshard.launch.rank_env", "DEEPSPEED_ENVIRONMENT_NAME"),
     ("launcher.runner", _POOLS, "fetch_hostfile parse_inclusion_exclusion EXPORT_ENVS "

@@ -115,7 +115,6 @@ _STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them 
      "convert_to_random_ltd remove_random_ltd_state_dict", _DATA),
     ("refused", "sequence.fpdt_layer", "FPDT_InputConstruct FPDT_Attention FPDT_FFN FPDT_LogitsLoss",
      "it computes long sequences in parts on one device; use sequence parallelism (docs/sequence.md)"),
-    ("refused", "ops.op_builder.builder", "OpBuilder", "ZeroShard compiles no operations of programs"),
     ("refused", "compression.compress", "init_compression redundancy_clean", _COMPRESS),
     ("later", "linear", "OptimizedLinear LoRAConfig QuantizationConfig",
      "quantized LoRA layers are not implemented yet; use PEFT"),

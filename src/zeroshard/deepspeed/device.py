@@ -121,6 +121,10 @@ class _CPU(DeepSpeedAccelerator):
     """The CPU. Ranks run on the cores of this host."""
 
     Stream = Event = None
+    # Constructors from a list. Torch's modules for accelerators have them under the same names.
+    ByteTensor, IntTensor, LongTensor = torch.ByteTensor, torch.IntTensor, torch.LongTensor
+    HalfTensor, BFloat16Tensor = torch.HalfTensor, torch.BFloat16Tensor
+    FloatTensor, DoubleTensor = torch.FloatTensor, torch.DoubleTensor
 
     def device_name(self, device_index: int | None = None) -> str:
         return "cpu"

@@ -22,7 +22,7 @@ class Consumer(NamedTuple):
     """A library that calls us.
 
     ``mark`` shows that it is in use: a module that is imported, or ``module:attribute`` that is not
-    empty.
+    empty; several, with spaces between them, if all of them must be present.
     """
 
     name: str
@@ -32,10 +32,12 @@ class Consumer(NamedTuple):
     why: str  # what an older one does wrong
 
 
+ACCELERATOR_EXISTS = "accelerate.state:AcceleratorState._shared_state"
+
 CONSUMERS = (
     Consumer(
         "accelerate",
-        "accelerate.state:AcceleratorState._shared_state",  # Transformers imports the module, too
+        ACCELERATOR_EXISTS,  # Transformers imports the module, too
         oldest="1.8.0",
         tested="1.15.0",
         why="it calls step() inside no_sync() while it accumulates gradients, and its "
@@ -43,7 +45,9 @@ CONSUMERS = (
     ),
     Consumer(
         "transformers",
-        "transformers.trainer",  # models alone do not use ZeroShard
+        # Neither models nor helpers imported from the Trainer's module use ZeroShard. A Trainer makes
+        # an Accelerator before it calls us.
+        f"transformers.trainer {ACCELERATOR_EXISTS}",
         oldest="4.47.1",
         tested="5.23.0",
         why="its Trainer cannot resume with torch 2.6 or newer",
@@ -97,7 +101,13 @@ def is_marked(mark: str) -> bool:
 
     >>> is_marked("sys"), is_marked("sys:path"), is_marked("never.imported"), is_marked("sys:nothing")
     (True, True, False, False)
+    >>> is_marked("sys sys:path"), is_marked("sys never.imported")
+    (True, False)
     """
+    return all(_is_present(part) for part in mark.split())
+
+
+def _is_present(mark: str) -> bool:
     name, _, path = mark.partition(":")
     value: Any = sys.modules.get(name)
     for attribute in filter(None, path.split(".")):

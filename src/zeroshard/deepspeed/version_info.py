@@ -32,6 +32,19 @@ class OpBuilder:
 
     NAME = ""
 
+    def __init__(self, name: str = "") -> None:
+        self.name = name or self.NAME
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether torch was built for ROCm. Programs ask it of the class, without a builder."""
+        return torch.version.hip is not None
+
+    @staticmethod
+    def is_sycl_enabled() -> bool:
+        """False: no device of SYCL is supported."""
+        return False
+
     def is_compatible(self, verbose: bool = False) -> bool:
         """True: nothing is compiled."""
         return True
@@ -44,7 +57,8 @@ class OpBuilder:
         """
         raise UnsupportedError(
             f"{type(self).__name__}.load(): programs cannot call the kernels of ZeroShard. Use "
-            "the optimizers of deepspeed.ops, or the engine."
+            "the optimizers of deepspeed.ops, or the engine; torch.utils.cpp_extension.load compiles "
+            "sources of your own."
         )
 
     jit_load = load
