@@ -33,7 +33,7 @@ from zeroshard.engine.build_runtime import FirstValues, build_runtime
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
-from zeroshard.engine.expert_units import connect_experts, expert_parts
+from zeroshard.engine.expert_units import agreed_layers, connect_experts, expert_parts
 from zeroshard.engine.non_finite import NanPolicy, nan_policy
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake, is_simulated
@@ -118,11 +118,12 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         device=draft.device,
         trust=settings.trust,
         plan={
-            **_shared_plan(draft),
-            **_agreed_groups(draft),
             **draft.loaded.agreed(),
             "ranks that share key/value heads": str(list(draft.head_copies)),
             "ranks that share experts": str(list(draft.expert_sizes)),
+            **agreed_layers(draft),
+            **_shared_plan(draft),
+            **_agreed_groups(draft),
         },
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
@@ -154,7 +155,10 @@ def _shared_plan(draft: Draft) -> dict[str, str]:
             "first pieces of the pipeline stages": first,
             "whole model": model.digest,
         }
-    return {"units": layout_digest(draft.specs)}
+    numel = sum(spec.layout.full_numel for spec in draft.specs)
+    sizes = f"{numel:,} parameters in {len(draft.specs)} units"
+    # No key of the configuration may have this name: it would take its place.
+    return {"layout of the units": f"{sizes}, {layout_digest(draft.specs)}"}
 
 
 def _agreed_groups(draft: Draft) -> dict[str, str]:
