@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ def _shared_plan(draft: Draft) -> dict[str, str]:
             "first pieces of the pipeline stages": first,
             "whole model": model.digest,
         }
-    numel = sum(spec.layout.full_numel for spec in draft.specs)
+    numel = sum(prod(slot.shape) for spec in draft.specs for slot in spec.layout.slots)
     sizes = f"{numel:,} parameters in {len(draft.specs)} units"
     # No key of the configuration may have this name: it would take its place.
     return {"layout of the units": f"{sizes}, {layout_digest(draft.specs)}"}

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroshard.comm.layer_calls import ranks_of, recorded
+from zeroshard.comm.layer_calls import is_real_cpu, ranks_of, recorded
 from zeroshard.errors import UsageError
 
 
@@ -104,7 +103,7 @@ class _Exchange(torch.autograd.Function):
         moved = rows_NM.numel() - sent[group.rank()] * rows_NM[:1].numel()
         seen: list[int] = []
         with recorded(group, "tokens and experts", rows_NM, op="all_to_all", sent=moved):
-            if places is not None and _is_real_cpu(rows_NM):
+            if places is not None and is_real_cpu(rows_NM):
                 seen = _of_all_ranks(places, group)
             if len({*seen}) <= 1:
                 # As bytes: the transports of the CPU do not know every dtype.
@@ -117,10 +116,6 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return exchange_rows(grad, *ctx.back), None, None, None, None
-
-
-def _is_real_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 
 def _bytes(rows_NM: Tensor) -> Tensor:
