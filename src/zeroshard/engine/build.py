@@ -156,7 +156,9 @@ def _shared_plan(draft: Draft) -> dict[str, str]:
             "first pieces of the pipeline stages": first,
             "whole model": model.digest,
         }
-    numel = sum(prod(slot.shape) for spec in draft.specs for slot in spec.layout.slots)
+    slots = [slot for spec in draft.specs for slot in spec.layout.slots]
+    # Of a parameter that is cut, ranks share the global tensor: parts may have unequal sizes.
+    numel = sum(prod(slot.shape if slot.block is None else slot.block.shape) for slot in slots)
     sizes = f"{numel:,} parameters in {len(draft.specs)} units"
     # No key of the configuration may have this name: it would take its place.
     return {"layout of the units": f"{sizes}, {layout_digest(draft.specs)}"}
