@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_refused_on_every_rank():
     assert "expert 4 (parallel.expert)" in wrong
     assert "use a size that divides it" in wrong
     layers = refusal(one, expert_parallel={"autoep_size": 2, "load_balance_coeff": 0.1})
-    assert "routers are those of the model" in layers
+    assert "routers and experts are those of the model" in layers
 
 
 @on_ranks(4)

@@ -165,18 +165,76 @@ def test_experts_from_a_module_are_copies_of_it():
         ({"num_experts": 0}, "num_experts is 0"),
         ({"num_experts": 4, "ep_size": True}, "ep_size is True"),
         ({"num_experts": 4, "k": 5}, "k is 5, and the layer has num_experts 4"),
+        ({"num_experts": 4, "k": 0}, "k is 0, but must be a whole number of at least 1"),
+        ({"num_experts": 4, "k": 1.5}, "k is 1.5"),
+        ({"num_experts": 4, "k": "2"}, "k is '2'"),
+        ({"num_experts": 4, "k": True}, "k is True"),
+        ({"capacity_factor": -1}, "capacity_factor is -1, but must be a number above 0"),
+        ({"capacity_factor": float("nan")}, "capacity_factor is nan"),
+        ({"capacity_factor": float("inf")}, "capacity_factor is inf.*drop_tokens=False"),
+        ({"capacity_factor": "1"}, "capacity_factor is '1'"),
+        ({"eval_capacity_factor": None}, "eval_capacity_factor is None"),
+        ({"min_capacity": -1}, "min_capacity is -1"),
+        ({"min_capacity": 1.5}, "min_capacity is 1.5"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"hidden_size": "8"}, "hidden_size is '8'"),
+        ({"drop_tokens": "false"}, "drop_tokens is 'false', but must be True or False"),
+        ({"use_rts": "no"}, "use_rts is 'no'"),
+        ({"use_residual": 2}, "use_residual is 2"),
+        ({"enable_expert_tensor_parallelism": "no"}, "enable_expert_tensor_parallelism is 'no'"),
+        ({"mesh": "x"}, "mesh is a str"),
+        ({"expert": None}, "expert is None. It must be a module"),
+        ({"expert": nn.Linear}, "expert is <class .*a function without arguments"),
+        ({"expert": lambda n: nn.Linear(n, n)}, "a function without arguments"),
         ({"num_experts": 4, "noisy_gate_policy": "Loud"}, "noisy_gate_policy is 'Loud'"),
         ({"num_experts": 2, "expert": lambda: None}, r"expert\(\) returned a NoneType"),
         ({"num_experts": 2, "mesh": Mesh(tensor=2)}, ""),
     ],
 )
 def test_a_wrong_argument_is_named(arguments, says):
-    given = {"expert": nn.Linear(8, 8), **arguments}
+    given = {"hidden_size": 8, "expert": nn.Linear(8, 8), **arguments}
     if not says:
-        MoE(8, **given)  # with ep_size 1 nothing depends on the mesh
+        MoE(**given)  # with ep_size 1 nothing depends on the mesh
         return
     with pytest.raises(UsageError, match=says):
-        MoE(8, **given)
+        MoE(**given)
+
+
+@pytest.mark.parametrize(
+    ("expert", "shape", "used", "says"),
+    [
+        (lambda: nn.Linear(8, 12), (6, 8), None, r"expert 0 returned the shape \[1, 1, 4, 12\]"),
+        (lambda: nn.Flatten(0), (6, 8), None, "expert 0 returned the shape"),
+        (
+            lambda: nn.LSTM(8, 8),
+            (6, 9),
+            None,
+            r"the input has the shape \[6, 9\], but hidden_size is 8",
+        ),
+        (
+            lambda: nn.Linear(8, 8),
+            (6, 8),
+            1,
+            r"used_token has the shape \(1,\), and there are 6 tokens",
+        ),
+        (lambda: nn.Linear(8, 8), (6, 8), 7, r"used_token has the shape \(7,\)"),
+    ],
+)
+def test_what_a_layer_cannot_compute_is_an_error(expert, shape, used, says):
+    layer = MoE(8, expert, 2)
+    with pytest.raises(UsageError, match=says):
+        layer(torch.randn(shape), None if used is None else torch.ones(used))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_rank_without_tokens_computes_nothing_and_its_losses_are_0(k, drops):
+    layer = moe(k=k, drop_tokens=drops)
+    out, aux, counts_E = layer(torch.zeros(2, 0, 8, requires_grad=True))
+    assert out.shape == (2, 0, 8)
+    assert aux.item() == 0 and counts_E.tolist() == [0] * 4
+    (out.sum() + aux).backward()
+    assert all(param.grad.eq(0).all() for param in layer.parameters())
 
 
 def test_the_same_module_twice_is_refused():

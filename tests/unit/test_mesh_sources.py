@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,16 +76,36 @@ def test_each_key_of_the_configuration_is_read() -> None:
     assert expert is not None and expert.sizes == {"expert": 4}
 
 
-@pytest.mark.parametrize("wrong", ["four", 0, 1.5, True])
-def test_the_size_of_expert_parallelism_is_checked(wrong: Any) -> None:
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"autoep_size": "four"}, 'autoep_size: must be a whole number, not "four"'),
+        ({"autoep_size": 0}, "autoep_size: must be greater than 0, not 0"),
+        ({"autoep_size": 1.5}, "autoep_size: must be a whole number, not 1.5"),
+        ({"autoep_size": True}, "autoep_size: must be a whole number, not true"),
+        ({"autoep_siz": 2}, 'autoep_siz: no such key. Did you mean "autoep_size"?'),
+        ({"autoep_size": 2, "enabled": "yes"}, 'enabled: must be true or false, not "yes"'),
+        ({"autoep_size": 2, "top_k": 1}, 'top_k: 1 is asked for, and only "auto" is possible'),
+        ({"enabled": True, "route_norm": True}, "route_norm: true is asked for, and only null"),
+        (
+            {"autoep_size": 2, "expert_tensor_parallel_size": 2},
+            "expert_tensor_parallel_size: 2 is asked for, and only 1 is possible: experts are not cut",
+        ),
+    ],
+)
+def test_the_keys_of_expert_parallelism_are_checked(section: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(
-            {**ONE, "expert_parallel": {"enabled": True, "autoep_size": wrong}}, world_size=4
-        )
-    assert str(caught.value).splitlines()[1] == (
-        "  expert_parallel.autoep_size: must be a whole number of at least 1, not "
-        f"{json.dumps(wrong)}"
+        load_config({**ONE, "expert_parallel": section}, world_size=4)
+    assert str(caught.value).splitlines()[1].startswith(f"  expert_parallel.{says}")
+
+
+def test_keys_of_expert_parallelism_that_is_off_do_not_matter() -> None:
+    for section in ({"enabled": False, "autoep_size": 2, "top_k": 1}, {"top_k": 1}):
+        assert load_config({**ONE, "expert_parallel": section}, world_size=4).mesh is not None
+    loaded = load_config(
+        {**ONE, "expert_parallel": {"autoep_size": 2, "comm_num_sm": 3}}, world_size=4
     )
+    assert any("expert_parallel.comm_num_sm" in notice for notice in loaded.notices)
 
 
 @pytest.mark.parametrize(

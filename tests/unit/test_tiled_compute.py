@@ -11,6 +11,7 @@ from zeroshard.errors import UsageError
 from zeroshard.sequence.tiled import (
     SequenceTiledCompute,
     TiledFusedLogitsLoss,
+    TiledMLP,
     sequence_tiled_compute,
 )
 
@@ -111,6 +112,9 @@ def test_numbers_are_stacked(parts):
         (lambda h, x, y: TiledFusedLogitsLoss.apply(summed, h, x, y, y[:, 0], 2), r"\(2,\)"),
         (lambda h, x, y: TiledFusedLogitsLoss.apply(summed, h, x, y, None, 0), "shards is 0"),
         (lambda h, x, y: TiledFusedLogitsLoss.apply(summed, h, x, y, None, 2, [], "max"), "'max'"),
+        (lambda h, x, y: TiledMLP.apply(h, h, x[0, 0], 2), r"x is \(6,\)"),
+        (lambda h, x, y: TiledMLP.apply(h, h, x, 0), "shards is 0"),
+        (lambda h, x, y: sequence_tiled_compute(h, 0, 2, {"x": x[:, :0]}, {}, "x"), "seqlen is 0"),
         (lambda h, x, y: sequence_tiled_compute(h, 8, 2, {"x": x}, {}, "x"), "seqlen is 8"),
         (lambda h, x, y: sequence_tiled_compute(h, 9, 2, {"x": x}, {}, "z"), "'z'"),
     ],

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.recorder import Item, Recorder
 
@@ -73,6 +74,15 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
         return tuple(dist.get_process_group_ranks(group))
     except (KeyError, ValueError):
         return ()
+
+
+def is_real_cpu(tensor: Tensor) -> bool:
+    """Whether layers compare sizes over ranks before they send ``tensor``.
+
+    The transports of the CPU end the process if a message has another size. On a GPU the host would have
+    to wait for the comparison, and a plan has no other ranks.
+    """
+    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 
 def watch_layers(group: dist.ProcessGroup, calls: LayerCalls) -> None:

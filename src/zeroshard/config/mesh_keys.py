@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zeroshard.config.fields import is_off, read_number, show
+from zeroshard.config.fields import show
 from zeroshard.config.schema import Config
 from zeroshard.config.sections import ParallelConfig
 from zeroshard.core.mesh_sources import BATCH_DIMS, Claim, MeshSource
@@ -18,7 +18,7 @@ def mesh_from_config(config: Config) -> MeshSource | None:
     contain 0 or 1 where a feature is not used; ``data_parallel_size`` always counts.
 
     Raises:
-        ConfigError: ``expert_parallel.autoep_size`` is not a whole number of at least 1.
+        ConfigError: a key of ``expert_parallel`` asks for another router or cut experts.
     """
     claims = (*_ours(config.parallel), *_deepspeeds(config))
     return MeshSource("the configuration", claims) if claims else None
@@ -47,19 +47,34 @@ def _deepspeeds(config: Config) -> Iterator[Claim]:
 
 def _expert_size(config: Config) -> int:
     section = config.expert_parallel
-    if is_off(section):
+    is_asked = section.autoep_size > 1 or "enabled" in section.model_fields_set
+    if not section.enabled or not is_asked:
         return 1
-    for key, neutral in (("expert_tensor_parallel_size", 1), ("load_balance_coeff", None)):
-        if section.get(key, neutral) not in (neutral, None):
-            raise ConfigError(
-                f"expert_parallel.{key}: {show(section[key])} is asked for, and only {show(neutral)} is "
-                "possible: experts are not cut over tensor ranks, and routers are those of the model. "
-                "Leave the key out."
-            )
-    value = section.get("autoep_size", 1)
-    number = read_number(value)
-    if number is None or number != int(number) or number < 1:
+    given = type(section).model_fields
+    wrong = [name for name in _AS_THE_MODEL if getattr(section, name) != given[name].default]
+    if wrong:
         raise ConfigError(
-            f"expert_parallel.autoep_size: must be a whole number of at least 1, not {show(value)}"
+            "\n".join(
+                f"expert_parallel.{name}: {show(getattr(section, name))} is asked for, and only "
+                f"{show(given[name].default)} is possible: {_why(name)}. Leave the key out."
+                for name in wrong
+            )
         )
-    return int(number)
+    return section.autoep_size
+
+
+_AS_THE_MODEL = (
+    *("expert_tensor_parallel_size", "load_balance_coeff", "top_k", "score_func", "score_apply"),
+    *("route_norm", "route_scale", "routed_scaling_factor", "num_expert_groups"),
+    *("num_limited_groups", "expert_activation"),
+)
+"""Keys of ``expert_parallel`` with which DeepSpeed computes otherwise than the model does."""
+
+
+def _why(name: str) -> str:
+    if name == "expert_tensor_parallel_size":
+        return (
+            "experts are not cut over tensor ranks; each holds whole experts, with the same results. "
+            "For less memory let more ranks share them (autoep_size)"
+        )
+    return "routers and experts are those of the model, which sets this in its own configuration"

@@ -474,12 +474,8 @@ class Config(Section):
         "Which ranks share the experts of a layer. false: neighbours; true: ranks that are as far apart "
         "as possible, so that neighbours hold the same experts.",
     )
-    expert_parallel: Free = honour(
-        dict,
-        "Expert parallelism. autoep_size is another name of parallel.expert (1: not given): so many "
-        "ranks share the experts of a Transformers model, by its own plan. expert_tensor_parallel_size "
-        "must be 1, and load_balance_coeff null; the other keys of DeepSpeed have no effect, since the "
-        "model's own router and experts run.",
+    expert_parallel: side.ExpertParallelConfig = honour(
+        side.ExpertParallelConfig, "Experts that ranks share (AutoEP)."
     )
     compile: side.CompileConfig = accept(side.CompileConfig, "Options of DeepCompile.")
     inference: Any = accept(None, "Read by Transformers only.")

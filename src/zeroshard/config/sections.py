@@ -357,6 +357,56 @@ class TensorParallelConfig(Section):
     kernel_inject: Flag = not_yet(False, "Replace kernels.")
 
 
+ROUTER = "The model's own router runs, so only the default is possible."
+
+
+class ExpertParallelConfig(Section):
+    enabled: Flag = honour(True, "false: the other keys of this section have no effect.")
+    autoep_size: Count = honour(
+        1,
+        "Another name of parallel.expert: so many ranks share the experts of a Transformers model, by "
+        "its own plan. 1: not given.",
+    )
+    expert_tensor_parallel_size: Count = honour(
+        1, "Number of tensor ranks that share each expert. Only 1: each holds whole experts."
+    )
+    load_balance_coeff: Any = honour(None, ROUTER)
+    top_k: Any = honour("auto", ROUTER)
+    score_func: Any = honour("auto", ROUTER)
+    score_apply: Any = honour("auto", ROUTER)
+    route_norm: Any = honour(None, ROUTER)
+    route_scale: Float = honour(1.0, ROUTER)
+    routed_scaling_factor: Any = honour("auto", ROUTER)
+    num_expert_groups: Any = honour(None, ROUTER)
+    num_limited_groups: Any = honour(None, ROUTER)
+    expert_activation: Any = honour(None, "The model's own experts run: only the default.")
+    preset_model: Any = accept(None, "The model's own plan says where its experts are.")
+    moe_layer_pattern: Any = accept(None, "As preset_model.")
+    expert_pattern: Any = accept(None, "As preset_model.")
+    router_pattern: Any = accept(None, "As preset_model.")
+    expert_w1: Any = accept(None, "As preset_model.")
+    expert_w2: Any = accept(None, "As preset_model.")
+    expert_w3: Any = accept(None, "As preset_model.")
+    num_experts_attr: Any = accept(None, "As preset_model.")
+    top_k_attr: Any = accept(None, "As preset_model.")
+    has_shared_experts: Any = accept(None, "As preset_model.")
+    shared_experts_pattern: Any = accept(None, "As preset_model.")
+    shared_experts_gate_pattern: Any = accept(None, "As preset_model.")
+    use_grouped_mm: Flag = accept(True, "The model's own experts run.")
+    disable_triton_grouped_mm: Flag = accept(False, "As use_grouped_mm.")
+    gate_up_impl: Any = accept("separate", "As use_grouped_mm.")
+    combine_impl: Any = accept("auto", "There is one way to add the results of experts.")
+    row_weighting_impl: Any = accept("auto", "As combine_impl.")
+    comm_backend: Any = accept("comm", "Tokens are exchanged by torch.distributed.")
+    comm_num_sm: Any = accept(12, "As comm_backend.")
+    comm_qp_margin: Any = accept(4, "As comm_backend.")
+    comm_max_tokens_per_rank: Any = accept(0, "As comm_backend.")
+    async_split_plan: Flag = accept(False, "As comm_backend.")
+    validate_folding_routing: Flag = accept(
+        False, "Each tensor rank routes all tokens of its group."
+    )
+
+
 class CompileConfig(Section):
     deepcompile: Flag = refuse(
         False,

@@ -70,26 +70,18 @@ class UlyssesSPAttentionHF:
             UsageError: sizes do not fit, or the model uses another implementation.
             UnsupportedError: the implementation is ``eager``, or layers mix tokens outside of attention.
         """
+        _check_size(sequence_parallel_size)
         if sequence_parallel_size == 1:
             return None
         if max_length is not None:
             logger.warning("max_length is an old name of seq_length; pass seq_length")
         tokens = seq_length if seq_length is not None else max_length
-        if not seq_length_is_variable and tokens is None:
-            raise UsageError(
-                "seq_length_is_variable is False, but seq_length is missing. Pass the number of tokens "
-                "of a whole sequence."
-            )
+        _check_length(tokens, sequence_parallel_size, is_variable=seq_length_is_variable)
         config = _config_of(model_name_or_path)
         name = _implementation(config, core_attn_implementation)
         cut = mesh_from_model(model_name_or_path) if _is_model(model_name_or_path) else None
         tensor = 1 if cut is None else cut.sizes.get("tensor", 1)
         _check_layers(config, sequence_parallel_size, tensor)
-        if not seq_length_is_variable and tokens is not None and tokens % sequence_parallel_size:
-            raise UsageError(
-                f"seq_length is {tokens}, which {sequence_parallel_size} sequence ranks cannot divide. "
-                "Pad sequences to a multiple."
-            )
         mpu = initialize_sequence_parallel(sequence_parallel_size, tensor)
         if "/" in name:  # a kernel of the hub, which Transformers registers when it is first used
             from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
@@ -104,6 +96,31 @@ class UlyssesSPAttentionHF:
         return mpu
 
 
+def _check_size(size: object) -> None:
+    if type(size) is not int or size < 1:
+        raise UsageError(
+            f"sequence_parallel_size is {size!r}, but must be a whole number of at least 1: the ranks "
+            "that share one sequence."
+        )
+
+
+def _check_length(tokens: int | None, size: int, *, is_variable: bool) -> None:
+    """Check the length of a whole sequence, if it is always the same."""
+    if is_variable:
+        return
+    if type(tokens) is not int:
+        given = "is missing" if tokens is None else f"is {tokens!r}"
+        raise UsageError(
+            f"seq_length_is_variable is False, but seq_length {given}. Pass the number of tokens of a "
+            "whole sequence."
+        )
+    if tokens % size:
+        raise UsageError(
+            f"seq_length is {tokens}, which {size} sequence ranks cannot divide. Pad sequences to a "
+            "multiple."
+        )
+
+
 def _is_model(given: Any) -> bool:
     return isinstance(given, nn.Module)
 
@@ -111,6 +128,11 @@ def _is_model(given: Any) -> bool:
 def _config_of(given: Any) -> Any:
     if hasattr(given, "config"):
         return given.config
+    if _is_model(given):
+        raise UsageError(
+            f"model_name_or_path is a {type(given).__name__} without a config, which models of "
+            "Transformers have. For other models use zeroshard.sequence.DistributedAttention."
+        )
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(given)

@@ -33,7 +33,7 @@ from zeroshard.engine.build_runtime import FirstValues, build_runtime
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
-from zeroshard.engine.expert_units import connect_experts, expert_parts
+from zeroshard.engine.expert_units import agreed_layers, connect_experts, expert_parts
 from zeroshard.engine.non_finite import NanPolicy, nan_policy
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake, is_simulated
@@ -119,12 +119,13 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         trust=settings.trust,
         plan=_joined(
             draft.loaded.agreed(),  # first: what differs here may be why the rest does
-            _shared_plan(draft),
-            _agreed_groups(draft),
             {
                 "ranks that share key/value heads": str(list(draft.head_copies)),
                 "ranks that share experts": str(list(draft.expert_sizes)),
             },
+            agreed_layers(draft),
+            _shared_plan(draft),
+            _agreed_groups(draft),
         ),
         details=_in_detail(draft),
         separate_reductions=gathers_while_reducing(settings),

@@ -37,6 +37,7 @@ from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of
 from zeroshard.precision.policy import Policy, policy_from
+from zeroshard.sequence.transformers_attention import check_attention
 from zeroshard.session.session import set_up_together
 from zeroshard.zero.sharded_parameter import owner_of
 from zeroshard.zero.unit import Unit
@@ -118,7 +119,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     check_packages(settings)
     if settings.preemption.save_dir is not None:
         check_can_save_in(settings.preemption.save_dir)
-    check_pipeline(model, mesh, settings)
+    check_model_on(mesh, model, settings)
     given = cut_tensor(given, mesh, loaded)  # before, because plans name layers of all stages
     note_kinds(model.parameters())
     copies = head_copies(model.parameters())  # of all stages: every rank opens the same groups
@@ -173,6 +174,12 @@ def check_tensor_ranks(model: nn.Module, mesh: Mesh) -> None:
     """
     if mesh.tensor > 1 and any(owner_of(param) is not None for param in model.parameters()):
         raise UnsupportedError(f"{_INIT}, and tensor ranks have other parts. {_NO_INIT}")
+
+
+def check_model_on(mesh: Mesh, model: nn.Module, settings: Config) -> None:
+    """Check the model against the sizes of the mesh, before it is cut. Raises as the two checks."""
+    check_attention(model, mesh.sequence)
+    check_pipeline(model, mesh, settings)
 
 
 def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:

@@ -42,6 +42,9 @@ def dispatch_to_places(
 
     All messages have the same size, which the host knows, so it waits for no device. Sends, in each
     direction and in forward and backward, ``(P - 1) / P * E * C * M`` elements.
+
+    Raises:
+        UsageError: on every rank of ``group``: they have unequal C. On CPU ranks only.
     """
     (tokens, width), experts = x_SM.shape, len(routes.counts_E)
     places = routes.capacity
@@ -55,7 +58,7 @@ def dispatch_to_places(
     size = 1 if group is None else group.size()
     share = [empty // size] * size
     if group is not None:
-        rows = exchange_rows(rows, share, share, group)
+        rows = exchange_rows(rows, share, share, group, places=places)
     rows_PLCM = rows.view(size, experts // size, places, width)
     done = torch.cat(list(run(rows_PLCM.split(1, dim=1))), dim=1)
     done = done.reshape(empty, done.shape[-1])
@@ -178,5 +181,5 @@ def _by_expert(rows: Tensor, got_PL: Sequence[Sequence[int]], run: RunExperts) -
 def _weighted(rows: Tensor, routes: Routes) -> Tensor:
     """The sum over a token's experts of weight times result. ``rows``: ``[S * K, M]``."""
     tokens, per_token = routes.weight_SK.shape
-    summed = (rows.view(tokens, per_token, -1) * routes.weight_SK.unsqueeze(-1)).sum(1)
+    summed = (rows.view(tokens, per_token, rows.shape[-1]) * routes.weight_SK.unsqueeze(-1)).sum(1)
     return summed.to(rows.dtype)

@@ -12,7 +12,8 @@ places that a rank has at each expert.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -75,6 +76,11 @@ def _gumbel_like(x: Tensor) -> Tensor:
     return drawn
 
 
+def _mean(x_SE: Tensor) -> Tensor:
+    """Over the tokens; 0 without any, where a mean is NaN."""
+    return x_SE.mean(0) if len(x_SE) else x_SE.sum(0)
+
+
 def choose_one(logits_SE: Tensor, how: Selection, used_S: Tensor | None = None) -> Routes:
     """Each token goes to its most probable expert, with its probability as weight.
 
@@ -88,7 +94,7 @@ def choose_one(logits_SE: Tensor, how: Selection, used_S: Tensor | None = None) 
     if used_S is not None:
         mask_SE = mask_SE * used_S.reshape(-1, 1).to(mask_SE.dtype)
     counts_E = mask_SE.sum(0)
-    l_aux = (gates_SE.mean(0) * mask_SE.to(gates_SE.dtype).mean(0)).sum() * experts
+    l_aux = (_mean(gates_SE) * _mean(mask_SE.to(gates_SE.dtype))).sum() * experts
     capacity = capacity_of(tokens, experts, 1, how)
     # Drawn also where nothing is dropped, as DeepSpeed does: later draws are then the same.
     rank_SE = mask_SE * torch.rand_like(logits_SE) if how.random_tokens else mask_SE
@@ -115,7 +121,7 @@ def choose_two(logits_SE: Tensor, how: Selection) -> Routes:
     second_SE = F.one_hot(second_S, experts)
     place_SE = mask_SE.cumsum(0) - 1
     place2_SE = second_SE.cumsum(0) - 1 + mask_SE.sum(0)
-    l_aux = (gates_SE.mean(0) * mask_SE.to(gates_SE.dtype).mean(0)).mean() * experts**2
+    l_aux = (_mean(gates_SE) * _mean(mask_SE.to(gates_SE.dtype))).mean() * experts**2
     counts_E = (mask_SE + second_SE).sum(0)
     capacity = capacity_of(len(logits_SE), experts, 2, how)
     if capacity is not None:
@@ -135,7 +141,7 @@ def choose_several(logits_SE: Tensor, per_token: int, how: Selection) -> Routes:
     top_SK, index_SK = gates_SE.topk(per_token, dim=1)
     mask_SE = torch.zeros_like(gates_SE, dtype=torch.int64).scatter_(1, index_SK, 1)
     counts_E = mask_SE.sum(0)
-    balance = (gates_SE.mean(0) * mask_SE.to(gates_SE.dtype).mean(0)).mean()
+    balance = (_mean(gates_SE) * _mean(mask_SE.to(gates_SE.dtype))).mean()
     l_aux = balance * experts**2 / per_token
     capacity = capacity_of(tokens, experts, per_token, how)
     if capacity is not None:
@@ -174,13 +180,35 @@ def _scaled(routes: Routes) -> Routes:
     return replace(routes, weight_SK=weight_SK / total_S1)
 
 
+def check_whole(name: str, value: object, *, at_least: int) -> int:
+    """Check an argument of ``MoE`` that counts something.
+
+    Raises:
+        UsageError: it is no whole number, or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
+        raise UsageError(
+            f"MoE: {name} is {value!r}, but must be a whole number of at least {at_least}."
+        )
+    return int(value)
+
+
+def _check_factor(name: str, value: object) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 < float(value) < inf:  # type: ignore[arg-type]
+        raise UsageError(
+            f"MoE: {name} is {value!r}, but must be a number above 0: a rank has {name} * k * tokens / "
+            "num_experts places at each expert. To drop no token, pass drop_tokens=False."
+        )
+
+
 class TopKGate(nn.Module):
     """A linear gate over ``num_experts`` experts, of which each token gets ``k``. Arguments of ``MoE``.
 
     It computes in fp32, or in fp64 for fp64 tokens. ``wg``: the linear layer, ``[E, M]`` without bias.
 
     Raises:
-        UsageError: ``k`` or ``noisy_gate_policy`` is not possible.
+        UsageError: an argument has another type, or a value that is not possible.
     """
 
     def __init__(
@@ -199,11 +227,17 @@ class TopKGate(nn.Module):
     ) -> None:
         super().__init__()
         del ep_group  # the layer has it
-        if not 1 <= k <= num_experts:
+        if not check_whole("k", k, at_least=1) <= num_experts:
             raise UsageError(
                 f"MoE: k is {k}, and the layer has num_experts {num_experts}: a token goes to at "
                 "least one expert, and to each at most once."
             )
+        check_whole("min_capacity", min_capacity, at_least=0)
+        for name, factor in (
+            ("capacity_factor", capacity_factor),
+            ("eval_capacity_factor", eval_capacity_factor),
+        ):
+            _check_factor(name, factor)
         if noisy_gate_policy not in NOISE:
             raise UsageError(
                 f"MoE: noisy_gate_policy is {noisy_gate_policy!r}. It is None, 'Jitter' (noise on the "
@@ -232,13 +266,10 @@ class TopKGate(nn.Module):
         """The routes of the tokens ``[S, M]``. ``used_token``: ``[S]``, 0 for padding; for ``k=1``.
 
         Raises:
-            UsageError: ``used_token`` with another ``k``.
+            UsageError: ``used_token`` with another ``k``, or not one number for each token.
         """
-        if used_token is not None and self.k > 1:
-            raise UsageError(
-                f"MoE: used_token was given, but the layer has k={self.k}, and only k=1 can leave "
-                "tokens out."
-            )
+        if used_token is not None:
+            self._check_used(used_token, len(x_SM))
         logits_SE = self.logits(x_SM)
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         how = Selection(
@@ -253,3 +284,15 @@ class TopKGate(nn.Module):
         if self.k == 2:
             return choose_two(logits_SE, how)
         return choose_several(logits_SE, self.k, how)
+
+    def _check_used(self, used_token: Tensor, tokens: int) -> None:
+        if self.k > 1:
+            raise UsageError(
+                f"MoE: used_token was given, but the layer has k={self.k}, and only k=1 can leave "
+                "tokens out."
+            )
+        if used_token.numel() != tokens:
+            raise UsageError(
+                f"MoE: used_token has the shape {tuple(used_token.shape)}, and there are {tokens} "
+                "tokens: it must have one number for each, 0 for those that no expert shall get."
+            )

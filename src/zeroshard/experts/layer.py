@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -17,7 +19,7 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UsageError
 from zeroshard.experts.construction import making_others, making_own
 from zeroshard.experts.dispatch import Dispatcher, dispatch_all, dispatch_to_places
-from zeroshard.experts.gate import TopKGate
+from zeroshard.experts.gate import TopKGate, check_whole
 from zeroshard.experts.marks import mark
 from zeroshard.experts.token_exchange import TokenLink
 
@@ -57,7 +59,7 @@ class Experts(nn.Module):
     def __init__(self, experts: Sequence[nn.Module], first: int, ep_size: int) -> None:
         super().__init__()
         self.deepspeed_experts = ExpertList(experts, first)
-        self.num_local_experts = len(experts)
+        self.num_local_experts, self.ep_size = len(experts), ep_size
         for param in self.parameters():
             mark(param, ep_size)
 
@@ -65,11 +67,25 @@ class Experts(nn.Module):
         """Each expert on its rows. Of results that are tuples the first item counts (the rest are
         biases)."""
         results = [expert(own) for expert, own in zip(self.deepspeed_experts, rows, strict=True)]
-        return [result[0] if isinstance(result, tuple) else result for result in results]
+        found = [result[0] if isinstance(result, tuple) else result for result in results]
+        for number, own, result in zip(self.deepspeed_experts._modules, rows, found, strict=True):
+            _check_result(number, own, result)
+        return found
 
     def forward(self, inputs_PLCM: Tensor) -> Tensor:
         """``[P, L, C, M]`` through L experts, along dimension 1."""
         return torch.cat(self.run(inputs_PLCM.split(1, dim=1)), dim=1)
+
+
+def _check_result(number: str, rows: Tensor, result: object) -> None:
+    """Check the result of an expert: ranks send each other results of the shape of the tokens."""
+    if not isinstance(result, Tensor) or result.shape != rows.shape:
+        is_tensor = isinstance(result, Tensor)
+        what = f"the shape {[*result.shape]}" if is_tensor else f"a {type(result).__name__}"  # type: ignore[attr-defined]
+        raise UsageError(
+            f"MoE: expert {number} returned {what} for tokens of the shape {[*rows.shape]}. The result "
+            "of an expert must have the shape of its input, so that it can be added to those of others."
+        )
 
 
 class MOELayer(nn.Module):
@@ -102,7 +118,7 @@ class MOELayer(nn.Module):
         self.l_aux, self.exp_counts = routes.l_aux, routes.counts_E
         dispatch: Dispatcher = dispatch_all if routes.capacity is None else dispatch_to_places
         done = dispatch(x_SM, routes, self.experts.run, self.ep_group)
-        return done.reshape(*hidden_states.shape[:-1], -1)
+        return done.reshape(hidden_states.shape)
 
 
 class MoE(nn.Module):
@@ -149,6 +165,12 @@ class MoE(nn.Module):
         super().__init__()
         del use_tutel
         check_sizes(num_experts, ep_size)
+        check_whole("hidden_size", hidden_size, at_least=1)
+        _check_flags(
+            drop_tokens=drop_tokens, use_rts=use_rts, use_residual=use_residual,
+            enable_expert_tensor_parallelism=enable_expert_tensor_parallelism,
+            top2_2nd_expert_sampling=top2_2nd_expert_sampling,
+        )  # fmt: skip
         self.hidden_size, self.num_experts, self.ep_size = hidden_size, num_experts, ep_size
         self.num_local_experts = num_experts // ep_size
         self.expert_group_name = f"ep_size_{ep_size}"
@@ -179,6 +201,27 @@ class MoE(nn.Module):
     def exp_counts(self) -> Tensor | None:
         """How many of this rank's tokens chose each expert in the last call, ``[E]``. None before."""
         return self.deepspeed_moe.exp_counts
+
+    @property
+    def settings(self) -> str:
+        """The arguments that all ranks must share, in words; flags only if they are not the default."""
+        gate = self.deepspeed_moe.gate
+        places = f"{gate.capacity_factor}, {gate.eval_capacity_factor}, {gate.min_capacity}"
+        rare = {
+            f"noisy_gate_policy {gate.noisy_gate_policy}": gate.noisy_gate_policy
+            not in (None, "None"),
+            "use_residual": self.use_residual,
+            "no use_rts": not gate.use_rts,
+            "no top2_2nd_expert_sampling": not gate.top2_2nd_expert_sampling,
+        }
+        return ", ".join(
+            [
+                f"{self.num_experts} experts, ep_size {self.ep_size}, k {gate.k}",
+                f"capacity {places}" if gate.drop_tokens else "no drop_tokens",
+                f"hidden_size {self.hidden_size}",
+                *(text for text, is_so in rare.items() if is_so),
+            ]
+        )
 
     @property
     def place(self) -> int:
@@ -227,6 +270,11 @@ class MoE(nn.Module):
 
         ``used_token``: one number per token, 0 for tokens that no expert shall get, for ``k=1``.
         """
+        if hidden_states.shape[-1:] != (self.hidden_size,):
+            raise UsageError(
+                f"MoE: the input has the shape {[*hidden_states.shape]}, but hidden_size is "
+                f"{self.hidden_size}, which must be the last number: the elements of a token."
+            )
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
             dense = self.mlp(hidden_states)
@@ -245,8 +293,7 @@ def check_sizes(num_experts: int, ep_size: int) -> None:
         UsageError: they cannot.
     """
     for name, value in (("num_experts", num_experts), ("ep_size", ep_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"MoE: {name} is {value!r}, but must be a whole number of at least 1.")
+        check_whole(name, value, at_least=1)
     if num_experts % ep_size:
         fits = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
         raise UsageError(
@@ -256,8 +303,19 @@ def check_sizes(num_experts: int, ep_size: int) -> None:
         )
 
 
+def _check_flags(**flags: object) -> None:
+    """Check arguments that are true or false. A text such as ``"false"`` would count as true."""
+    for name, value in flags.items():
+        if value not in (None, False, True):
+            raise UsageError(f"MoE: {name} is {value!r}, but must be True or False.")
+
+
 def _mesh_of_run(ep_size: int, mesh: Mesh | None) -> Mesh:
     """The mesh, as far as it is known before ``initialize``."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise UsageError(
+            f"MoE: mesh is a {type(mesh).__name__}, but must be a zeroshard.core.mesh.Mesh."
+        )
     if ep_size == 1:
         return mesh or Mesh()
     world_size = current_rank_info().world_size
@@ -275,7 +333,8 @@ def _own_experts(
 ) -> list[nn.Module]:
     if isinstance(expert, nn.Module):
         return [copy.deepcopy(expert) for _ in range(count)]
-    own = []
+    _check_maker(expert)
+    own, first_of = [], _FirstUser()
     for number in range(num_experts):
         is_own = first <= number < first + count
         # Also the experts of other ranks: so the random numbers are the same.
@@ -285,6 +344,8 @@ def _own_experts(
             raise UsageError(
                 f"MoE: expert() returned a {type(made).__name__}. It must make a new module on each call."
             )
+        if count < num_experts:
+            first_of.check(number, made)
         if is_own:
             own.append(made)
         del made  # before the next one is made
@@ -294,6 +355,42 @@ def _own_experts(
             "copy one module, pass the module itself."
         )
     return own
+
+
+def _check_maker(expert: object) -> None:
+    try:
+        signature = inspect.signature(expert) if callable(expert) else None
+        if signature is not None:
+            signature.bind()
+            return
+    except ValueError:  # of what is written in C the arguments are unknown
+        return
+    except TypeError:
+        pass
+    raise UsageError(
+        f"MoE: expert is {expert!r}. It must be a module, of which each expert is a copy, or a function "
+        "without arguments that makes one, such as lambda: nn.Linear(8, 8)."
+    )
+
+
+class _FirstUser:
+    """Which expert has a parameter first. Keeps no parameter in memory."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[int, weakref.ref[nn.Parameter]]] = {}
+
+    def check(self, number: int, expert: nn.Module) -> None:
+        """Check that no expert before has a parameter of ``expert``, which would differ on each rank."""
+        for name, param in expert.named_parameters():
+            first, alive = self._found.get(id(param), (number, None))
+            if alive is not None and alive() is param:
+                raise UsageError(
+                    f"MoE: the experts {first} and {number} that expert() made have the same parameter "
+                    f"{name!r}. Ranks that share experts would each train their own copy of it. Let "
+                    "expert() make new parameters, put what is common before the layer, or use "
+                    "ep_size=1."
+                )
+            self._found[id(param)] = number, weakref.ref(param)
 
 
 def layers_of(model: nn.Module) -> dict[str, MoE]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UnsupportedError, UsageError
-from zeroshard.experts.layer import MoE
+from zeroshard.experts.layer import Experts, MoE
 from zeroshard.experts.marks import ranks_of_layer
 from zeroshard.experts.stacked import SharedStack, WholeValues, share_stacks
 from zeroshard.experts.token_exchange import TokenLink
@@ -116,10 +116,35 @@ def sizes_of_buffers(model: nn.Module) -> dict[int, int]:
     }
 
 
+def _refuse_shared(model: nn.Module) -> None:
+    """Another layer with a parameter of an expert would have another one on each rank."""
+    experts: dict[int, str] = {}
+    stack, dense, seen = [("", model)], [], set()
+    while stack:
+        at, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if isinstance(module, (Experts, SharedStack)):
+            if module.ep_size > 1:
+                experts |= {id(p): f"{at}{leaf}" for leaf, p in module.named_parameters()}
+            continue
+        dense += [(f"{at}{leaf}", p) for leaf, p in module.named_parameters(recurse=False)]
+        stack += [(f"{at}{leaf}.", child) for leaf, child in module.named_children()]
+    for name, param in dense:
+        if id(param) in experts:
+            raise UsageError(
+                f"parameter {name!r} is also {experts[id(param)]!r}, of an expert that ranks share. "
+                f"Other ranks have other experts, so {name!r} would be another parameter there. Give the "
+                "layer a parameter of its own, or use ep_size=1."
+            )
+
+
 def _sizes_of(
     model: nn.Module, layers: Collection[nn.Module], ties: Collection[str]
 ) -> tuple[int, ...]:
     known = {id(param) for layer in layers for param in layer.parameters()}
+    _refuse_shared(model)
     sizes = set()
     for name, param in model.named_parameters():
         size = ranks_of_layer(param, name)

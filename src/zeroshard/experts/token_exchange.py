@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.layer_calls import recorded
+from zeroshard.comm.layer_calls import is_real_cpu, ranks_of, recorded
+from zeroshard.errors import UsageError
 
 
 class TokenLink:
@@ -44,15 +45,46 @@ class TokenLink:
 
 
 def exchange_rows(
-    rows_NM: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup
+    rows_NM: Tensor,
+    sent: Sequence[int],
+    got: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    places: int | None = None,
 ) -> Tensor:
     """Send ``sent[p]`` rows to each rank ``p``, and receive ``got[p]`` from it, in the order of ranks.
 
     ``rows_NM`` has ``sum(sent)`` rows; the result ``[sum(got), M]`` has its dtype. Numbers may be 0. The
     ranks call it together, also those without any row. Differentiable, any number of times.
+
+    ``places``: the capacity that all ranks must have, if sizes follow from it. They are compared on CPU
+    ranks, where a message of another size ends the process. On a GPU the host would have to wait.
+
+    Raises:
+        UsageError: on every rank: ``places`` are unequal.
     """
-    done: Tensor = _Exchange.apply(rows_NM, tuple(sent), tuple(got), group)
+    done: Tensor = _Exchange.apply(rows_NM, tuple(sent), tuple(got), group, places)
     return done
+
+
+def _check_places(seen: Sequence[int], group: dist.ProcessGroup) -> None:
+    ranks = ranks_of(group)
+    for rank, places in zip(ranks, seen, strict=False):
+        if places != seen[0]:
+            raise UsageError(
+                f"the ranks {', '.join(map(str, ranks))} share the experts of a MoE layer with "
+                f"drop_tokens=True: rank {ranks[0]} has {seen[0]} places at each expert, and rank {rank} "
+                f"has {places}. The number of places follows from the number of tokens of a rank, and "
+                "messages of unequal size do not fit. Pad the batches of all ranks to equally many "
+                "tokens, or pass drop_tokens=False to MoE, where they may differ."
+            )
+
+
+def _of_all_ranks(number: int, group: dist.ProcessGroup) -> list[int]:
+    own = torch.tensor([number], dtype=torch.int64)
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(found, own, group=group)
+    return [int(each) for each in found]
 
 
 class _Exchange(torch.autograd.Function):
@@ -63,19 +95,27 @@ class _Exchange(torch.autograd.Function):
         sent: tuple[int, ...],
         got: tuple[int, ...],
         group: dist.ProcessGroup,
+        places: int | None,
     ) -> Tensor:
         ctx.back = got, sent, group
         rows_NM = rows_NM.contiguous()
         received = rows_NM.new_empty((sum(got), *rows_NM.shape[1:]))
         moved = rows_NM.numel() - sent[group.rank()] * rows_NM[:1].numel()
+        seen: list[int] = []
         with recorded(group, "tokens and experts", rows_NM, op="all_to_all", sent=moved):
-            # As bytes: the transports of the CPU do not know every dtype.
-            dist.all_to_all_single(_bytes(received), _bytes(rows_NM), [*got], [*sent], group=group)
+            if places is not None and is_real_cpu(rows_NM):
+                seen = _of_all_ranks(places, group)
+            if len({*seen}) <= 1:
+                # As bytes: the transports of the CPU do not know every dtype.
+                dist.all_to_all_single(
+                    _bytes(received), _bytes(rows_NM), [*got], [*sent], group=group
+                )
+        _check_places(seen, group)
         return received
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange_rows(grad, *ctx.back), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return exchange_rows(grad, *ctx.back), None, None, None, None
 
 
 def _bytes(rows_NM: Tensor) -> Tensor:

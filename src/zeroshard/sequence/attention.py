@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroshard.comm.layer_calls import announce
+from zeroshard.comm.layer_calls import announce, is_real_cpu, ranks_of
 from zeroshard.errors import UsageError
-from zeroshard.sequence.all_to_all import all_to_all, check_heads
+from zeroshard.sequence.all_to_all import all_to_all, check_heads, gathered
 
 
 class DistributedAttention(nn.Module):
@@ -23,7 +24,8 @@ class DistributedAttention(nn.Module):
     on several ranks, next to its query heads. ``sp_stream`` has no effect.
 
     Raises:
-        UsageError: the dimensions are not two of 4, or heads do not divide.
+        UsageError: the dimensions are not two of 4, tensors have other shapes, or heads do not divide. On
+        CPU ranks also: ranks have unequal shapes; on every rank then.
     """
 
     def __init__(
@@ -39,6 +41,12 @@ class DistributedAttention(nn.Module):
             raise UsageError(
                 f"DistributedAttention: scatter_idx {scatter_idx} and gather_idx {gather_idx} must be "
                 "two dimensions of a tensor with 4: that of heads and that of tokens, such as 2 and 1."
+            )
+        if sequence_process_group is None or not callable(local_attention):
+            raise UsageError(
+                f"DistributedAttention got the function {local_attention!r} and the group "
+                f"{sequence_process_group!r}. It needs a function of query, key and value, and the "
+                "process group of the ranks that share a sequence."
             )
         self.local_attn = local_attention
         self.group = sequence_process_group
@@ -66,6 +74,7 @@ class DistributedAttention(nn.Module):
                 "DistributedAttention got rotary_pos_emb. Rotate query and key before the call: a rank "
                 "knows the positions of its own tokens."
             )
+        self._check_shapes(query, key, value)
         size = self.group.size()
         copies = check_heads(query.shape[self.heads], key.shape[self.heads], size)
         if copies > 1:
@@ -75,3 +84,26 @@ class DistributedAttention(nn.Module):
         )
         result = self.local_attn(*whole, *args, **kwargs)
         return all_to_all(result, self.group, cut=self.tokens, join=self.heads).contiguous()
+
+    def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        shapes = [tuple(x.shape) for x in (query, key, value)]
+        dims = (self.heads, self.tokens)
+        if min(map(len, shapes)) <= max(dims) or any(key.shape[d] != value.shape[d] for d in dims):
+            raise UsageError(
+                f"DistributedAttention: query, key and value have the shapes {shapes[0]}, {shapes[1]} "
+                f"and {shapes[2]}. Dimension {self.heads} must be the heads and {self.tokens} the "
+                "tokens, of which key and value have equally many."
+            )
+        if not is_real_cpu(query):
+            return
+        own = torch.tensor([n for shape in shapes for n in shape])
+        seen = gathered(own, self.group, "shapes of attention").tolist()
+        ranks = ranks_of(self.group)
+        for rank, found in zip(ranks, seen, strict=True):
+            if found != seen[0]:
+                raise UsageError(
+                    f"DistributedAttention over the ranks {', '.join(map(str, ranks))}: the sizes of "
+                    f"query, key and value are {found} on rank {rank}, and {seen[0]} on rank {ranks[0]}. "
+                    "Ranks that share a sequence have equally many of its tokens: pad it to a multiple "
+                    "of the ranks, and choose samples by engine.dp_rank."
+                )

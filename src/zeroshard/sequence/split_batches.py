@@ -36,15 +36,23 @@ def whole_batch(batch: Any, size: int) -> dict[str, Any]:
     tokens.
 
     Raises:
-        UsageError: ``input_ids`` or ``position_ids`` are missing, the length does not divide, or a sample
-            has padding before a token.
+        UsageError: ``input_ids`` or ``position_ids`` are missing or have other shapes, the length does
+            not divide, or a sample has padding before a token.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
         raise UsageError(
             f"a batch for sequence parallelism is a {type(batch).__name__} without a tensor 'input_ids'; "
             "it must be a mapping with input_ids [samples, tokens]."
         )
-    tokens = batch["input_ids"].shape[1]
+    shape = tuple(batch["input_ids"].shape)
+    for key in ("input_ids", "position_ids", "labels", "shift_labels"):
+        value = batch.get(key)
+        if isinstance(value, Tensor) and (value.dim() < 2 or tuple(value.shape[:2]) != shape[:2]):
+            raise UsageError(
+                f"a batch has {key} of shape {tuple(value.shape)}, and input_ids of shape {shape}; both "
+                "must begin with [samples, tokens], because they are cut along the tokens."
+            )
+    tokens = shape[1]
     if tokens % size:
         raise UsageError(
             f"a batch has {tokens} tokens, which {size} sequence ranks cannot divide. Pad its samples to "
@@ -105,29 +113,40 @@ def split_batch(
         UsageError: see :func:`whole_batch`; or a rank has another batch.
     """
     size, at = group.size(), group.rank()
-    ids = batch.get("input_ids")
-    if isinstance(ids, Tensor) and "position_ids" not in batch:
-        batch = {
-            **batch,
-            "position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
-        }
-    made = whole_batch(batch, size)
+    try:
+        made = whole_batch(_with_positions(batch), size)
+    except UsageError:
+        if check:  # the other ranks wait for this one's checksum
+            dist.all_gather_object([None] * size, None, group=group)
+        raise
     if check:
-        seen: list[Any] = [None] * size
-        dist.all_gather_object(seen, digest(made), group=group)
-        ranks = dist.get_process_group_ranks(group)
-        odd = [rank for rank, other in zip(ranks, seen, strict=True) if other != seen[0]]
-        if odd:
-            raise UsageError(
-                f"ranks {', '.join(map(str, odd))} have another batch than rank {ranks[0]}, but the "
-                f"ranks {', '.join(map(str, ranks))} share the tokens of the same samples. Choose "
-                "samples by engine.dp_rank and engine.dp_size, which are equal in a sequence group, and "
-                "shuffle with equal seeds."
-            )
+        _compare(digest(made), group)
     if _has_begins_at_ranks(made, size):
         samples_begin_at_ranks(group)
     tokens = made["input_ids"].shape[1]
     return {key: piece_of(value, tokens, at, size) for key, value in made.items()}
+
+
+def _with_positions(batch: Any) -> Any:
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(ids, Tensor) or ids.dim() < 2 or "position_ids" in batch:
+        return batch
+    return {**batch, "position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids)}
+
+
+def _compare(own: int, group: dist.ProcessGroup) -> None:
+    """Check that all ranks have the checksum ``own``. One without a batch that can be cut has None."""
+    seen: list[Any] = [None] * group.size()
+    dist.all_gather_object(seen, own, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    odd = [rank for rank, other in zip(ranks, seen, strict=True) if other != seen[0]]
+    if odd:
+        raise UsageError(
+            f"ranks {', '.join(map(str, odd))} have another batch than rank {ranks[0]}, but the "
+            f"ranks {', '.join(map(str, ranks))} share the tokens of the same samples. Choose "
+            "samples by engine.dp_rank and engine.dp_size, which are equal in a sequence group, and "
+            "shuffle with equal seeds."
+        )
 
 
 def _has_begins_at_ranks(made: Mapping[str, Any], size: int) -> bool:
@@ -171,14 +190,20 @@ class SequenceLoader:
     ``device``: where tensors are exchanged. They come back to the device of the loader.
 
     Raises:
-        UsageError: on every rank of the group, while iterating: a rank has no batch while others do, or
-            one that cannot be cut.
+        UsageError: the numbers are not those of the group. On every rank of the group, while iterating: a
+            rank has no batch while others do, or one that cannot be cut.
         DistributedError: the loader of another rank failed.
     """
 
     def __init__(
         self, dl: Any, sp_rank: int, sp_group: dist.ProcessGroup, sp_world_size: int, device: Any
     ) -> None:
+        if (sp_group.rank(), sp_group.size()) != (sp_rank, sp_world_size):
+            raise UsageError(
+                f"SequenceLoader: sp_rank is {sp_rank!r} and sp_world_size {sp_world_size!r}, but this "
+                f"is rank {sp_group.rank()} of {sp_group.size()} in sp_group. Pass what the mpu of the "
+                "sequence group says."
+            )
         self.dl, self.device = dl, torch.device(device)
         self.sp_rank, self.sp_group, self.sp_world_size = sp_rank, sp_group, sp_world_size
         self._running: Iterator[dict[str, Any]] | None = None

@@ -52,7 +52,16 @@ class TiledMLP:
 
         ``fn`` treats each position by itself. Between forward and backward only ``x`` and the result are
         in memory; while they run, also the activations of one piece. ``compute_params`` is not needed.
+
+        Raises:
+            UsageError: ``x`` has no such dimension, or ``shards`` is no number of pieces.
         """
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise UsageError(
+                f"TiledMLP: x is {shape}, but must be a tensor [..., tokens, features], which is cut "
+                "along the tokens."
+            )
         pieces = torch.chunk(x, _checked(shards), dim=-2)
         done = [checkpoint(fn, self, piece, use_reentrant=False) for piece in pieces]
         return torch.cat(done, dim=-2)
@@ -120,6 +129,8 @@ def sequence_tiled_compute(
                 f"{key} has the shape {tuple(value.shape)}, but seqlen is {seqlen}: tensors that are cut "
                 "have the shape [samples, tokens, ...]."
             )
+    if type(seqlen) is not int or seqlen < 1:
+        raise UsageError(f"seqlen is {seqlen!r}, but must be the number of tokens, at least 1.")
     per_piece = -(-seqlen // _checked(shards))
     outputs = []
     for begin in range(0, seqlen, per_piece):

@@ -7,15 +7,18 @@ is replaced there exchanges tokens and heads around the one that was there befor
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.comm.layer_calls import announce, ranks_of
+from zeroshard.core.model_config import text_config
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.sequence.all_to_all import check_heads, heads_to_tokens, tokens_to_heads
+from zeroshard.sequence.attention import DistributedAttention
 from zeroshard.sequence.token_positions import PositionExchange
 
 WITHOUT_POSITIONS = frozenset({"sdpa"})
@@ -129,6 +132,11 @@ def register(
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if group is None:
+        raise UsageError(
+            f"register({name!r}, None): pass the process group of the ranks that share a sequence, such "
+            "as grid['sequence'].get_group()."
+        )
     if name in ("eager", "flex_attention"):
         raise UnsupportedError(
             f"the attention implementation {name!r} cannot be spread over sequence ranks: its mask is "
@@ -145,6 +153,39 @@ def register(
     made = SequenceAttention(name, core, group, off_in_eval=off_in_eval, num_tokens=num_tokens)
     ALL_ATTENTION_FUNCTIONS.register(name, made)
     return made
+
+
+def check_attention(model: nn.Module, size: int) -> None:
+    """Check that a model of Transformers attends over ``size`` sequence ranks, before it trains on them.
+
+    Of other models nothing is known, nor of those that have a ``DistributedAttention``.
+
+    Raises:
+        UsageError: its attention is not registered, or over another number of ranks.
+    """
+    hub = sys.modules.get("transformers.modeling_utils")
+    name = getattr(text_config(getattr(model, "config", None)), "_attn_implementation", None)
+    if hub is None or not isinstance(name, str):
+        return
+    function = hub.ALL_ATTENTION_FUNCTIONS.get(name)
+    spread = isinstance(function, SequenceAttention) and ranks_of(function.group)
+    found = len(spread) if spread else 1
+    if found == size or any(isinstance(module, DistributedAttention) for module in model.modules()):
+        return
+    if found == 1:
+        raise UsageError(
+            f"the mesh has {size} sequence ranks, but the attention {name!r} of the model is not spread "
+            "over them: with a part of the tokens, each rank would attend to these only. Call "
+            f"zeroshard.sequence.register({name!r}, group), or DeepSpeed's "
+            "UlyssesSPAttentionHF.register_with_transformers(), before initialize(). Of eager attention "
+            "load the model with attn_implementation='sdpa' first."
+        )
+    raise UsageError(
+        f"the attention {name!r} of the model is spread over {found} sequence ranks, but the mesh has "
+        f"{size}, so batches and gradients would be divided by the wrong number. Pass the mpu that "
+        f'registered it to initialize(), or write "sequence_parallel_size": {found} in the '
+        "configuration; or call zeroshard.sequence.unregister() if ranks do not share sequences any more."
+    )
 
 
 def unregister() -> None:
