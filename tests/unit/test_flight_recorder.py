@@ -450,7 +450,7 @@ def test_who_waits_for_a_late_rank_is_not_late_and_ends_nothing():
     """Rank 0 waits for rank 1, which waits for rank 2, which works."""
     diagnosis = judged(
         status(0, gathers("a", "b"), reached={"forum": 1}),
-        meets(status(1, gathers("a"), waits=False), "forum", 1, "meeting 'finishing the save'"),
+        meets(status(1, gathers("a"), waits=False), "forum", 1, "exchange 'finishing the save'"),
         status(2, gathers("a"), waits=False, reached={"forum": 0}, stack="train.py:7 main"),
     )
     assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankLate", False, (2,))
