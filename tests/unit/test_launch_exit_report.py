@@ -219,6 +219,13 @@ def test_a_rank_that_left_early_with_code_0_is_named_first(code, stderr, what):
     assert (report.exitcode, report.root, report.consequence) == (code, 1, False)
 
 
+@pytest.mark.parametrize("left", ["closed its engine", "ended its program"])
+def test_a_rank_whose_process_ends_later_left_early_if_the_traceback_says_so(left):
+    said = f"{RANK_LOST}\n  rank 1 (node1): {left}; its last call was gather 'a' (#3)"
+    report = build_report([RankExit(0, 1, 2.0, stderr=said), RankExit(1, 0, 3.0)], NOTHING)
+    assert report.lines[0] == "rank 1 ended with exit code 0 while others still waited for it."
+
+
 def test_a_rank_that_the_watchdog_stopped_for_a_lost_one_follows_it():
     told = Blame("RankLost")
     deaths = [RankExit(0, 75, 1.0, stderr=RANK_LOST, blame=told), RankExit(1, 3, 1.5)]
