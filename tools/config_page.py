@@ -77,7 +77,7 @@ SAMPLE = """\
   "bf16": {"enabled": true},
   "zero_optimization": {"stage": 3},
   "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}},
-  "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000}}
+  "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000, "warmup_num_steps": 100}}
 }
 ```
 """

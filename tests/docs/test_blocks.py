@@ -78,6 +78,20 @@ def planned(block: Block, page: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+def planned_with_lora(block: Block, page: Path) -> None:
+    """A script that plans adapters of a model of Transformers."""
+    Path("my-model").mkdir()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    Path("my-model/config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    Path("lora.py").write_text(block.text)
+    Path("ds.json").write_text(
+        '{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}, '
+        '"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}'
+    )
+    result = CliRunner().invoke(main, ["plan", "lora.py", "--config", "ds.json", "--ranks", "8"])
+    assert result.exit_code == 0, result.output
+
+
 # ---------------------------------------------------------------- configurations
 
 
@@ -225,7 +239,8 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/parallel.md": [shown, compiles, runs],
     "docs/pipeline.md": [PIPELINE, PIPELINE, PIPELINE],
     "docs/plan.md": [
-        *(commands, shown, shown, commands, commands, commands, planned, commands),
+        *(commands, shown, shown, commands, commands, commands, planned),
+        *(planned_with_lora, commands, commands),
     ],
     "docs/plan-reference.md": [commands, planned, shown, shown, shown, commands, machine],
     "docs/recipes.md": [by_hand],

@@ -55,3 +55,10 @@ def test_the_first_page_says_what_each_page_of_its_lists_is():
     items = "\n".join(re.findall(r"^\* .*$", index.read_text(encoding="utf-8"), re.MULTILINE))
     linked = {(DOCS / path).resolve() for path, _ in links(items)}
     assert listed(index) <= linked
+
+
+def test_the_first_page_names_pages_as_they_name_themselves():
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\* \[(.+?)\]\(([\w/-]+\.md)\)", text, re.MULTILINE)
+    titles = [(DOCS / path).read_text(encoding="utf-8").partition("\n")[0] for _, path in shown]
+    assert [f"# {name}" for name, _ in shown] == titles

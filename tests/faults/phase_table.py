@@ -138,7 +138,7 @@ EXCEPTIONS: list[tuple[str, str, str, Callable[[Seen], Seen], str]] = [
         launcher="rank R raised zeroshard.errors.UsageError: engine.step\\(\\) before any backward"),
      "the rank itself knows that this is an error"),
     ("*", "data", "skips", lambda seen: replace(
-        seen, survivor="RankLost", says=r"^  rank R \(.*left: closed its engine[\s\S]*fewer steps",
+        seen, survivor="RankLost", says=r"^  rank R \(.*closed its engine[\s\S]*fewer steps",
         launcher="rank R ended with exit code 0 while others still waited for it"),
      "the rank has ended well after a batch less"),
 ]  # fmt: skip

@@ -208,7 +208,7 @@ def test_a_rank_that_trains_while_another_saves_is_named(tmp_path):
     """The ranks wait for each other. This is detected before the limit of 60 s."""
     (kind, text), (other, _) = run_ranks(stays_away, RANKS, tmp_path / "run", timeout=40)
     assert kind == other == "RankDivergence"
-    assert "rank 0: waiting in meeting 'planning it'" in text
+    assert "rank 0: waiting in exchange 'planning it'" in text
     assert "rank 1: waiting in gather" in text
 
 

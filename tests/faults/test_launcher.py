@@ -299,7 +299,7 @@ def test_an_exception_is_named_once_and_first(launch):
     done = launch("--nproc", "2", body=body)
     assert done.code == 1
     assert done.said[0] == "rank 1 raised ValueError: boom (exit code 1)."
-    assert re.fullmatch(r"rank 0 followed: lost its peers: .* \(exit code 1\)\.", done.said[1])
+    assert re.fullmatch(r"then rank 0 lost its peers: .* \(exit code 1\)\.", done.said[1])
     assert done.err.count("Traceback") == done.err.count("raise ValueError('boom')") == 1
 
 
@@ -338,7 +338,7 @@ def test_a_killed_rank_is_decoded(launch):
     done = launch("--nproc", "2", "--grace-s", "0.2", body=body)
     assert done.code == 137
     assert re.fullmatch(r"rank 1 got SIGKILL.*", done.said[0])
-    assert done.said[1:] == ["rank 0 followed: was stopped by the launcher."]
+    assert done.said[1:] == ["then rank 0 was stopped by the launcher."]
 
 
 def test_a_segmentation_fault_shows_the_python_stack(launch):
@@ -360,7 +360,7 @@ def test_a_survivor_may_end_by_itself_and_is_folded(launch):
     assert done.code == 1
     assert done.err.splitlines()[:4] == [
         "zeroshard: rank 0 raised KeyError: 3 (exit code 1).",
-        "zeroshard: rank 1 followed: lost its peers (exit code 76).",
+        "zeroshard: then rank 1 lost its peers (exit code 76).",
         "--- rank 0",
         "Traceback (most recent call last):",
     ]

@@ -173,15 +173,15 @@ CALLS = {
         lambda e, _: lambda: e.module.generate(torch.ones(2, 8)),
         ("gather 'blocks.", "in generate"),
     ),
-    "save": (lambda e, to: lambda: e.save_checkpoint(to), ("meeting 'planning it'", "in save")),
-    "load": (loads, ("meeting '", "in load")),
+    "save": (lambda e, to: lambda: e.save_checkpoint(to), ("exchange 'planning it'", "in save")),
+    "load": (loads, ("exchange '", "in load")),
     "16bit": (
         lambda e, to: lambda: e.save_16bit_model(to),
-        ("meeting 'rank 0 writes weights'", "in export"),
+        ("exchange 'rank 0 writes weights'", "in export"),
     ),
     "safetensors": (
         lambda e, to: lambda: e.save_16bit_model(to, "model.safetensors"),
-        ("meeting 'rank 0 writes weights'", "in export"),
+        ("exchange 'rank 0 writes weights'", "in export"),
     ),
 }
 

@@ -73,7 +73,7 @@ def test_all_ranks_refuse_with_the_same_changes_before_they_allocate():
     """A rank needs gradients and two moments, 6 MiB, and at stages 2 and 3 half of it or less."""
     head = "Each of these frees memory, by arithmetic:"
     text = refused(10 << 20)
-    assert "take 12.3 MiB of host memory more for 2 ranks of one host (from rank 0)" in text
+    assert "need another 12.3 MiB of host memory on 2 ranks of one host (from rank 0)" in text
     assert [found[:2] for found in changes_in(text)] == [(2, head), (3, head)]
     texts = [text, ""]
     dist.all_gather_object(texts, text)

@@ -148,7 +148,7 @@ def test_what_the_launcher_said_comes_first(folder, monkeypatch):
     monkeypatch.setattr("zeroshard.run.kept_exit.default_root", lambda: folder.root / "default")
     environ = {"ZEROSHARD_RUN_ID": "run1"}
     point_to(folder.path, environ)
-    lines = ("rank 1 got SIGKILL from outside.", "rank 0 followed: lost its peers.")
+    lines = ("rank 1 got SIGKILL from outside.", "then rank 0 lost its peers.")
     keep_exit(ExitReport(lines, 1, "Traceback...", 137), 0, environ)
     found = explain_run(folder.path)
     assert (found.cause, found.why, found.trace) == (

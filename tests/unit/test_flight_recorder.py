@@ -415,11 +415,11 @@ def meets(seen: RankStatus, label: str, seq: int, what: str, **known) -> RankSta
 
 
 def test_ranks_that_wait_for_each_other_in_two_sequences_end_the_run():
-    saves = meets(status(0, gathers("embed"), waits=False), CONTROL, 3, "meeting 'planning it'")
+    saves = meets(status(0, gathers("embed"), waits=False), CONTROL, 3, "exchange 'planning it'")
     diagnosis = judged(saves, status(1, gathers("embed", "layers.0"), phase="forward"))
     assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankDivergence", True, (0, 1))
     assert diagnosis.text.splitlines()[1:] == [
-        "  rank 0: waiting in meeting 'planning it'",
+        "  rank 0: waiting in exchange 'planning it'",
         "  rank 1: waiting in gather 'layers.0' (#2) in forward",
         "  Neither can continue: rank 1 did not make that call.",
         "  Fix: make that call on every rank, not on one alone; every rank must send its part.",
@@ -433,7 +433,7 @@ def test_of_three_ranks_the_one_that_is_elsewhere_is_named(odd):
     def seen(rank: int) -> RankStatus:
         if (rank == odd) == (odd == 0):
             saver = status(rank, gathers("embed"), waits=False)
-            return meets(saver, CONTROL, 3, "meeting 'planning it'")
+            return meets(saver, CONTROL, 3, "exchange 'planning it'")
         return status(rank, gathers("embed", "layers.0"), phase="forward")
 
     assert judged(*map(seen, range(3))).ranks == (odd,)
@@ -441,7 +441,7 @@ def test_of_three_ranks_the_one_that_is_elsewhere_is_named(odd):
 
 def test_a_rank_that_waits_in_a_call_that_is_over_here_may_still_come():
     """The ranks do not wait for each other: rank 0 has done its part of the call that rank 1 waits in."""
-    saves = meets(status(0, gathers("embed"), waits=False), CONTROL, 3, "meeting 'planning it'")
+    saves = meets(status(0, gathers("embed"), waits=False), CONTROL, 3, "exchange 'planning it'")
     diagnosis = judged(saves, status(1, gathers("embed")))
     assert not diagnosis.fatal
 
@@ -450,7 +450,7 @@ def test_who_waits_for_a_late_rank_is_not_late_and_ends_nothing():
     """Rank 0 waits for rank 1, which waits for rank 2, which works."""
     diagnosis = judged(
         status(0, gathers("a", "b"), reached={"forum": 1}),
-        meets(status(1, gathers("a"), waits=False), "forum", 1, "meeting 'finishing the save'"),
+        meets(status(1, gathers("a"), waits=False), "forum", 1, "exchange 'finishing the save'"),
         status(2, gathers("a"), waits=False, reached={"forum": 0}, stack="train.py:7 main"),
     )
     assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankLate", False, (2,))

@@ -90,7 +90,7 @@ def test_no_gpu_is_no_answer(runs, tmp_path, gpus):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--yes"], "--model is not given"),
+        (["--yes"], "--yes needs --model"),
         (["--yes", "--model", "no/such/model"], "no/such/model"),
         (["--yes", "--model", MODEL, "--memory", "h900"], "h900"),
         (["--yes", "--model", MODEL, "--memory", "-5"], "-5"),

@@ -153,7 +153,7 @@ def test_the_cause_comes_first_although_the_consequence_was_earlier():
     )
     assert report.lines == (
         "rank 1 raised ValueError: boom (exit code 1).",
-        "rank 0 followed: lost its peers: Connection reset by peer (exit code 1).",
+        "then rank 0 lost its peers: Connection reset by peer (exit code 1).",
     )
 
 
@@ -175,7 +175,7 @@ def test_consequences_in_the_same_words_share_a_line():
     deaths = [RankExit(r, 1, 2.0, stderr=LOST) for r in (0, 1, 2, 5)]
     report = build_report([*deaths, RankExit(3, -9, 1.0)], NOTHING)
     assert report.lines[1:] == (
-        "ranks 0-2, 5 followed: lost its peers: Connection reset by peer (exit code 1).",
+        "then ranks 0-2, 5 lost its peers: Connection reset by peer (exit code 1).",
     )
 
 
@@ -214,9 +214,16 @@ def test_a_rank_that_left_early_with_code_0_is_named_first(code, stderr, what):
     report = build_report([RankExit(1, 0, 1.0), RankExit(0, code, 2.0, stderr=stderr)], NOTHING)
     assert report.lines == (
         "rank 1 ended with exit code 0 while others still waited for it.",
-        f"rank 0 followed: {what}.",
+        f"then rank 0 {what}.",
     )
     assert (report.exitcode, report.root, report.consequence) == (code, 1, False)
+
+
+@pytest.mark.parametrize("left", ["closed its engine", "ended its program"])
+def test_a_rank_whose_process_ends_later_left_early_if_the_traceback_says_so(left):
+    said = f"{RANK_LOST}\n  rank 1 (node1): {left}; its last call was gather 'a' (#3)"
+    report = build_report([RankExit(0, 1, 2.0, stderr=said), RankExit(1, 0, 3.0)], NOTHING)
+    assert report.lines[0] == "rank 1 ended with exit code 0 while others still waited for it."
 
 
 def test_a_rank_that_the_watchdog_stopped_for_a_lost_one_follows_it():
@@ -340,7 +347,7 @@ def test_a_frozen_rank_is_the_cause_and_not_the_rank_that_noticed_it():
     report = build_report(deaths, NOTHING)
     assert (report.root, report.exitcode, report.trace) == (1, 137, "")
     assert report.lines[0].startswith("rank 1 was stopped by a signal (SIGSTOP)")
-    assert report.lines[1].startswith("rank 0 followed: gave up on a frozen rank")
+    assert report.lines[1].startswith("then rank 0 gave up on a frozen rank")
 
 
 def test_an_error_before_is_the_cause_although_another_rank_is_frozen():
@@ -379,7 +386,7 @@ def test_the_rank_that_was_late_is_the_cause_and_not_those_that_gave_up():
     assert report.lines == (
         "rank 1 was late, and the others gave up: outside collectives, train.py:7 read_batch < "
         "train.py:9 main (exit code 75).",
-        "rank 0 followed: gave up: zeroshard.errors.RankLate: RankLate at step 2 after 4 s (2 of 2 ranks "
+        "then rank 0 gave up: zeroshard.errors.RankLate: RankLate at step 2 after 4 s (2 of 2 ranks "
         "answered; details: /tmp/hang-2-7.json) (exit code 1).",
     )
     assert report.trace_rank == 0  # it has the diagnosis
@@ -445,4 +452,4 @@ def test_a_rank_that_the_watchdog_stopped_for_a_frozen_one_follows_it():
     deaths = [RankExit(0, 75, 1.0, stderr=text, blame=told), RankExit(1, -9, 1.1, frozen=True)]
     report = build_report(deaths, NOTHING)
     assert (report.root, report.exitcode) == (1, 137)
-    assert report.lines[1].startswith("rank 0 followed: was stopped by ZeroShard's watchdog")
+    assert report.lines[1].startswith("then rank 0 was stopped by ZeroShard's watchdog")

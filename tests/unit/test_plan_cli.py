@@ -460,7 +460,7 @@ MISTAKES = [
     ("plan parses.py" + RUN, "parses.py cannot be imported: SystemExit at line 3 (sys.exit(7)): 7"),
     ("plan nowhere.py" + RUN, "the script nowhere.py cannot be read"),
     ("plan train_net.py:broken" + RUN, "train_net.py:broken returned NoneType"),
-    ("plan", "a plan needs MODEL, which is not given"),
+    ("plan", "MODEL is missing. Example: zeroshard plan"),
     # the configuration
     (PLAN + "plain --config nowhere.json", "nowhere.json"),
     (PLAN + "plain --config cut.json", "cut.json is not JSON: Unterminated string"),
@@ -489,7 +489,7 @@ MISTAKES = [
     (PLAN + "words --batch max --memory 0.00005 --seq 64" + RUN, "no micro-batch fits 0.0000500 GiB"),
     (PLAN + "plain --check" + RUN, "--check compares with --memory"),
     (PLAN + "words --trace nowhere/x.json" + RUN, "No such file or directory: 'nowhere/x.json'"),
-    (PLAN + "words --fit speed" + RUN, "--fit speed fits a run into --memory, which is not given"),
+    (PLAN + "words --fit speed" + RUN, "--fit speed needs --memory, or a --machine"),
     (PLAN + "words --fit speed --memory 1 --batch 3" + RUN, "--fit chooses the micro-batch"),
     (PLAN + "words --fit size --memory 1" + RUN, "'size'"),
     (PLAN + "plain --fit speed --memory 1" + RUN, "--fit cannot change the batch of"),
@@ -644,7 +644,7 @@ def test_all_gathers_that_are_not_prefetched_are_named_with_their_key(run, size,
     options = ("nets_to_plan:plain", "--machine", "h100")
     found = json.loads(run(*options, "--json", zero_optimization=zero).stdout)["time"]
     text = run(*options, zero_optimization=zero).stdout
-    line = "all-gathers begin only when their parameters are needed: exposed "
+    line = "all-gathers start late and cost "
     assert (line in text) is late
     assert ("zero_optimization.stage3_prefetch_bucket_size" in text) is late
     assert (found["late_gathers"]["calls"] > 1) is late
@@ -756,7 +756,7 @@ def test_a_configuration_that_fits_is_found_and_does_fit(run, tmp_path):
     if FULL:
         text = run(*options[:-1], "--fit", "speed", **keys).stdout
         assert f"micro-batch {size} x accumulation {count}" in text
-        assert "the next micro-batch" in text
+        assert f"micro-batch {found['next_larger']['micro_batch']} does not fit" in text
     nothing = run(*options[:4], "0.0001", "--fit", "memory", **keys)
     assert nothing.exit_code == 3
     assert "nothing fits" in nothing.stdout

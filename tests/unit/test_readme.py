@@ -49,9 +49,9 @@ def test_the_changed_loop_trains_and_the_home_page_has_the_same(tmp_path, monkey
             return super().forward(x).square().mean()
 
     after = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
-    batches = torch.ones(3, 4, 8, dtype=torch.bfloat16)
-    names = {"torch": torch, "MyModel": MyModel, "loader": batches}
+    dataset = list(torch.ones(12, 8, dtype=torch.bfloat16))
+    names = {"MyModel": MyModel, "dataset": dataset}
     exec(compile(after, str(README), "exec"), names)
     with names["model"] as engine:
-        assert engine.global_steps == len(batches)
+        assert engine.global_steps == len(dataset) / 4  # of the micro-batch
         assert engine.last_step.grad_norm > 0

@@ -193,7 +193,7 @@ def test_a_failed_run_says_which_rank_was_the_cause_and_where(tmp_path, monkeypa
     monkeypatch.setattr("zeroshard.run.run_folder.default_root", lambda: tmp_path)
     message = f"rank 1 raised ValueError: a bad <sample> {'x' * 300} (exit code 1)."
     trace = 'Traceback:\n  File "train.py", line 7, in main\nValueError: a bad <sample>'
-    lines = (message, "rank 0 followed: gave up.")
+    lines = (message, "then rank 0 gave up.")
     keep_exit(ExitReport(lines, 1, trace, 1), 0, {"ZEROSHARD_RUN_ID": "run7"})
     page = make_page(folder)
     assert f"rank 1: raised ValueError: a bad &lt;sample&gt; {'x' * 300}" in page

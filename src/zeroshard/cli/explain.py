@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.cli.runs import RunArgument, recorded_run
+from zeroshard.cli.runs import EndedArgument, recorded_run
 from zeroshard.cli.telling import AsJson, errors_told
 
 if TYPE_CHECKING:
     from zeroshard.watchdog.dead_run import DeadRun
 
 
-def explain_command(run: RunArgument = None, as_json: AsJson = False) -> None:
+def explain_command(run: EndedArgument = None, as_json: AsJson = False) -> None:
     """Say why a run ended: which rank was the cause, and where every rank was."""
     from zeroshard.watchdog.dead_run import explain_run, text_of
 

@@ -104,7 +104,7 @@ def _refuse(output: Path, overwrite: bool, model: str | None, *, asks: bool) -> 
     if not output.parent.is_dir():
         raise UsageError(f"{output} cannot be written: there is no folder {output.parent}.")
     if model is None and not asks:
-        raise UsageError("--yes asks nothing, and --model is not given.")
+        raise UsageError("--yes needs --model.")
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _told(found: Fit, output: Path, run: Answers) -> str:
     ]
     lines = [
         f"{output}: {found.chosen.text}",
-        f"Peak memory of a GPU: {peak} of {limit}, as planned. The learning rate is yours to choose.",
+        f"Peak memory of a GPU: {peak} of {limit}, as planned. Set the learning rate yourself.",
         *batch,
         f"Train:   zeroshard launch --nproc {run.gpus} train.py",
         f"Details: zeroshard plan {run.model} --config {output} --ranks {run.gpus} {memory}{length}",

@@ -184,7 +184,7 @@ def plan_command(
         _measure(measured, model)
         return
     if model is None:
-        note("a plan needs MODEL, which is not given.")
+        note("MODEL is missing. Example: zeroshard plan ./my-model --config ds.json")
         raise typer.Exit(2)
     if check and memory is None and machine is None:
         note("--check compares with --memory, which is not given, nor is --machine.")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zeroshard.planner.plan import Plan
 
 LONG_S = 10.0
-LONG = "planning: a large model takes minutes (--verbose tells of each simulation)"
+LONG = "planning: a large model takes minutes (--verbose shows each simulation)"
 """What is told after so many seconds where there is no terminal."""
 
 Verbose = Annotated[
@@ -30,7 +30,7 @@ Verbose = Annotated[
     typer.Option(
         "--verbose",
         "-v",
-        help="Tell more, and name each simulation also where there is no terminal.",
+        help="Print details, and each simulation even without a terminal.",
     ),
 ]
 
@@ -69,14 +69,15 @@ class _Brief:
 
     def __init__(self) -> None:
         self._began_s: float | None = time.monotonic()
+        self._what = ""
 
     def begins(self, what: str) -> None:
-        pass
+        self._what = what
 
     def ended(self, plan: Plan | None) -> None:
         began_s, self._began_s = self._began_s, None
         if began_s is not None and time.monotonic() - began_s > LONG_S:
-            note(f"the first simulation: {_found(plan)}; more may follow")
+            note(f"the first simulation: {self._what}: {_found(plan)}; more may follow")
 
 
 class _Told:

@@ -9,13 +9,17 @@ import typer
 
 from zeroshard.cli.telling import note
 
-RunArgument = Annotated[
-    Path | None,
-    typer.Argument(
-        help="The folder of a run, or a directory of such folders: the run written last (stacks: of "
-        "those that live; explain: of those that have ended). Default: the directory where runs are "
-        "recorded if trust.dump_dir names none."
-    ),
+_HELP = (
+    "The folder of a run, or a directory of such folders, of which {} is taken. Default: the directory "
+    "where runs are recorded if trust.dump_dir names none."
+)
+
+RunArgument = Annotated[Path | None, typer.Argument(help=_HELP.format("the newest run"))]
+RunningArgument = Annotated[
+    Path | None, typer.Argument(help=_HELP.format("the newest run that is running"))
+]
+EndedArgument = Annotated[
+    Path | None, typer.Argument(help=_HELP.format("the newest run that has ended"))
 ]
 
 

@@ -1,4 +1,4 @@
-"""The ``zeroshard stacks`` command: what every rank of a run that lives does now."""
+"""The ``zeroshard stacks`` command: what every rank of a running job does now."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zeroshard.cli.runs import RunArgument, recorded_run
+from zeroshard.cli.runs import RunningArgument, recorded_run
 from zeroshard.cli.telling import AsJson, errors_told
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def stacks_command(
-    run: RunArgument = None,
+    run: RunningArgument = None,
     all_threads: Annotated[
         bool, typer.Option("--all-threads", help="Print the stacks of all threads of each rank.")
     ] = False,

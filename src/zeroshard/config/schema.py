@@ -158,8 +158,8 @@ class ZeroConfig(Section):
     load_from_fp32_weights: Flag = not_yet(True, "On load, the master is taken from the fp32 copy.")
     stage3_prefetch_bucket_size: Natural = honour(
         50_000_000,
-        "With this many parameter elements gathered ahead, no more are prefetched. The next module is, "
-        "whatever its size; 0: none.",
+        "Prefetch limit, in parameter elements. The next module is always prefetched; 0 turns "
+        "prefetching off.",
     )
     stage3_max_live_parameters: Natural = honour(
         1_000_000_000,

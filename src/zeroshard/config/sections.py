@@ -84,8 +84,8 @@ class TrustConfig(Section):
     stacks: Flag = honour(True, "Reports contain the Python stacks of the ranks.")
     nan_policy: Annotated[Literal["error", "skip", "rollback"], Lower] | None = honour(
         None,
-        "What follows a step whose gradient is not finite. It is skipped, and then: an error, nothing, "
-        "or the engine goes back to the last checkpoint that it saved or loaded. In fp16 only if a loss "
+        "What follows a step whose gradient is not finite. The step is skipped. After that: raise an "
+        "error, continue, or roll back to the last checkpoint saved or loaded. In fp16 only if a loss "
         "was not finite. null: skip in fp16; what bf16.check_grad_overflow says if it is given; else "
         "error, or nothing is looked for if zero_optimization.compute_grad_norm is false.",
     )

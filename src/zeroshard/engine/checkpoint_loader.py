@@ -151,7 +151,7 @@ class CheckpointLoader:
                 self._report(tried, source)
                 return Loaded(source.path, checked.shared.get("client_state", {}), counters)
         # With separate directories ranks may have other reasons. Rank 0's is raised, as elsewhere.
-        why = f"no checkpoint of {root} was loaded: {' '.join(tried)}"
+        why = f"no checkpoint was loaded from {root}: {' '.join(tried)}"
         raise CheckpointError(self._control_group.broadcast(why, topic="telling why"))
 
     def _check_pins(self) -> None:
@@ -185,7 +185,7 @@ class CheckpointLoader:
 
         _, names = run_on_all_ranks(
             self._control_group,
-            f"no checkpoint of {root} was loaded",
+            f"no checkpoint was loaded from {root}",
             "looking for the checkpoint",
             look,
             say=lambda names: names,

@@ -175,8 +175,8 @@ def verdict(needs: Sequence[Need], *, shared: bool) -> tuple[Shortage | None, li
 def _refusal(short: Shortage, run: Run) -> Iterator[str]:
     memory = "host memory" if short.shared else "device memory"
     yield (
-        f"This run does not fit: parameters, gradients, optimizer state and what they pass on their "
-        f"way take {size_text(short.wanted_nbytes)} of {memory} more for {short.who}, and "
+        "This run does not fit: parameters, gradients, optimizer state and their temporary copies "
+        f"need another {size_text(short.wanted_nbytes)} of {memory} on {short.who}, and "
         f"{size_text(short.free_nbytes)} are free. Nothing was allocated."
     )
     found = remedies(run, short.missing_nbytes)

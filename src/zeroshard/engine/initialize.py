@@ -166,7 +166,9 @@ def announce(engine: Engine) -> None:
         logger.info("%s", engine._watch.memory_line)
     if not _told:
         _told.add("")
-        logger.info('"log_level": "debug" prints every value with its origin, and the dtypes')
+        logger.info(
+            'set "log_level" to "debug" to see every value, where it came from, and the dtypes'
+        )
         logger.debug("%s", loaded.table())
         logger.debug("%s", engine.dtypes)
     if engine.settings.dump_state:

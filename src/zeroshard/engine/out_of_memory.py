@@ -275,8 +275,8 @@ def _table(engine: Any, activations: int) -> Iterator[str]:
 def _advice(found: Sequence[Remedy], missing: int, enough: int) -> Iterator[str]:
     if not found:
         yield (
-            "No change of stage, micro-batch or offload frees memory here. More ranks, or a smaller or "
-            "shorter input, would."
+            "No change of stage, micro-batch or offload frees memory here. Use more ranks, or a smaller "
+            "or shorter input."
         )
         return
     yield "Changes that free memory, by arithmetic, in the order of assumed slowdown per byte:"

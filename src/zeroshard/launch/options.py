@@ -241,7 +241,7 @@ class LaunchRequest:
         ShutdownTimeouts().alone_s,
         "--alone-s",
         passed_on=True,
-        help="Seconds that ranks which a signal has stopped have to go on when all others have ended.",
+        help="How long stopped ranks may stay once all others have ended, in seconds.",
     )
     preempt_save_s: float = _option(
         0.0,

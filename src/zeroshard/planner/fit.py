@@ -86,7 +86,7 @@ def fit(
             possible.
     """
     if memory_gib is None and (machine is None or machine.device.memory_bytes is None):
-        raise UsageError(f"--fit {aim} fits a run into --memory, which is not given.")
+        raise UsageError(f"--fit {aim} needs --memory, or a --machine whose memory is known.")
     base = config_dict(config)
     settings = load_config(base, world_size=ranks).config
     samples, refused = _samples(
@@ -238,7 +238,7 @@ def search(
     judged += refused_by_schedule(kinds, samples)
     return Fit(
         aim, chosen, runs.plan(best), best.config(base), judged, larger, runs.count,
-        "The order of speed is one of experience: no machine was measured.",
+        "The ranking is a rule of thumb; give --machine for predicted times.",
     )  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def show_fit(fit: Fit, console: Console, *, verbose: bool = False) -> None:
     if fit.larger is not None:
         larger = fit.larger
         console.print(
-            f"the next micro-batch, {larger.candidate.micro_batch}: {larger.why} "
+            f"micro-batch {larger.candidate.micro_batch} {larger.why} "
             f"({gib_text(larger.peak_nbytes or 0)})",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
@@ -310,7 +310,7 @@ def change_lines(changes: Sequence[Change]) -> Iterator[str]:
             "--fit speed looks at all combinations"
         )
         return
-    yield "each of these changes makes it fit, by a simulation; in the order of slowdown per byte:"
+    yield "each of these changes makes it fit (simulated); cheapest per byte first:"
     for number, each in enumerate(changes, start=1):
         how = "predicted" if each.predicted else "assumed"
         yield (
@@ -333,9 +333,9 @@ def checkpoint_line(needs: CheckpointNeeds) -> str:
 def time_lines(time: StepTime) -> Iterator[str]:
     """The time of a step, in sentences."""
     total, half, parts = time.total_s, time.band * time.total_s, time.timing
-    clock = "of the CPU" if time.serial else "of the clock"
+    clock = "CPU time" if time.serial else "wall time"
     if time.serial and time.stages > 1:
-        clock = "of the clock, with a core for each rank"
+        clock = "wall time, with a core for each rank"
     yield (
         f"step on {time.machine}: {_s(total)} {clock} ({_s(total - half)} to {_s(total + half)}); "
         f"{time.samples / total:,.1f} samples/s"
@@ -353,8 +353,8 @@ def time_lines(time: StepTime) -> Iterator[str]:
     late, exposed = time.late_gathers()
     if late > 1 and not time.serial:  # nothing runs before the first
         yield (
-            f"  {late} all-gathers begin only when their parameters are needed: exposed {_s(exposed)}. A "
-            "larger zero_optimization.stage3_prefetch_bucket_size, and overlap_comm, begin them before"
+            f"  {late} all-gathers start late and cost {_s(exposed)}. A larger "
+            "zero_optimization.stage3_prefetch_bucket_size, and overlap_comm, start them earlier"
         )
     if time.stages > 1:
         yield (

@@ -74,7 +74,7 @@ class StepTime:
     part of compute or of "host update". ``samples`` and ``tokens``: of all ranks in a step; 0 tokens: not
     known. ``sources``: of the numbers that were used. ``spans``: of each event of the simulation that
     takes time when it runs, in order; the event of an update that is not on the device is None.
-    ``stages``: of the pipeline. The time is then of the clock, also on one processor: ranks wait for
+    ``stages``: of the pipeline. The time is then wall time, also on one processor: ranks wait for
     messages.
     """
 

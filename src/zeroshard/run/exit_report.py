@@ -35,7 +35,7 @@ _WANTS_GPU = re.compile(r"support bf16/gpu|(?:fp16|bf16) mixed precision require
 _USE_CPU = "there is no GPU here, and the program needs one: start it with `--use_cpu true`"
 _FROZEN_PEER = re.compile(r"(?:[\w.]+\.)?RankFrozen\b")  # a verdict on another rank, not a cause
 _VERDICT = re.compile(r"(?:[\w.]+\.)?Rank(?:Late|Divergence)\b")
-_LEFT = re.compile(rf"^ *rank (\d+)\b[^:\n]*: left: (?:{ENDED}|{CLOSED})", re.MULTILINE)
+_LEFT = re.compile(rf"^ *rank (\d+)\b[^:\n]*: (?:{ENDED}|{CLOSED})", re.MULTILINE)
 _FROZEN = "was stopped by a signal (SIGSTOP); when other ranks had ended, the launcher killed it"
 _STOPPED = "was stopped by the launcher"
 
@@ -236,7 +236,7 @@ def _lines(
     else:
         first = [f"{who} {what}." for who, what in _grouped(causes)]
         followed = [cause for cause in failed if cause not in causes]
-    return (*first, *(f"{who} followed: {what}." for who, what in _grouped(followed)))
+    return (*first, *(f"then {who} {what}." for who, what in _grouped(followed)))
 
 
 def _left_early(ordered: Sequence[RankExit], root: ExitCause) -> list[int]:

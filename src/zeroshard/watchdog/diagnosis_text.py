@@ -13,7 +13,7 @@ _WORDS = {
     "all_gather": "gather",
     "reduce_scatter": "reduce",
     "gather_small": "exchange",
-    "meet": "meeting",
+    "meet": "exchange",
 }
 
 

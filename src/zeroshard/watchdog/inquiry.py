@@ -18,6 +18,7 @@ from typing import Any
 
 from zeroshard.comm.host import Process, times_run
 from zeroshard.core.files import write_for_this_user
+from zeroshard.errors import CLOSED, ENDED
 from zeroshard.run.run_folder import run_folder
 from zeroshard.watchdog.diagnosis import diagnose
 from zeroshard.watchdog.findings import TORCH, Diagnosis, RankStatus, Wait
@@ -222,7 +223,11 @@ class Inquiry:
         why = why or (reason if state == "left" else None)
         if why is not None and status.fate != "stopped":
             gone = status.fate == "gone" and state != "left"
-            status = replace(status, fate="gone" if gone else "left", detail=f"left: {why}")
+            status = replace(
+                status,
+                fate="gone" if gone else "left",
+                detail=why if why in (CLOSED, ENDED) else f"left: {why}",
+            )
         return status
 
     def _known(self, rank: int, calls: TrackedCalls) -> Peer:

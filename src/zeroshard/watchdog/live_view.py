@@ -1,4 +1,4 @@
-"""Asks the ranks of a run that lives what they do, from another process: ``zeroshard stacks``.
+"""Asks the ranks of a running job what they do, from another process: ``zeroshard stacks``.
 
 The other process is one more client of the run's store. It rings the bell of the ranks' watchdogs, which
 answer from their own threads. No rank waits for the answers, and the keys are removed at the end.

@@ -1,6 +1,6 @@
 """What a run leaves in its folder for other processes: ``ranks.json``, and recordings after failures.
 
-``zeroshard stacks`` reads ``ranks.json`` to find a run that lives; ``zeroshard explain`` reads both after
+``zeroshard stacks`` reads ``ranks.json`` to find a running job; ``zeroshard explain`` reads both after
 its end.
 
     ranks.json                   the store, and every rank's process and directory of recordings
