@@ -150,9 +150,9 @@ def experts(root: Path) -> list[Row]:
         ("a checkpoint with fewer experts", lambda: continued(Net(2), Net(4), root / "fewer"),
          f"CheckpointError: {root}/fewer/global_step0 was not loaded"),
         ("a file of experts that is cut", lambda: continued(Net(), Net(), root / "cut", halve),
-         f"CheckpointError: no checkpoint of {root}/cut was loaded"),
+         f"CheckpointError: no checkpoint was loaded from {root}/cut"),
         ("a file of experts that is gone", lambda: continued(Net(), Net(), root / "gone", Path.unlink),
-         f"CheckpointError: no checkpoint of {root}/gone was loaded"),
+         f"CheckpointError: no checkpoint was loaded from {root}/gone"),
     ]  # fmt: skip
 
 

@@ -219,7 +219,7 @@ def test_tables_are_printed_on_request_and_warnings_last(level, monkeypatch):
     assert ("other keys have their default values" in text) is (level == "debug")
     assert ("precision: plain" in text) is (level == "debug")
     assert len(lines) == (6 if level == "debug" else 4), lines
-    assert '"log_level": "debug"' in lines[1]
+    assert 'set "log_level" to "debug"' in lines[1]
     assert "was read as a number" in lines[-2]
     assert lines[-1].startswith("gradient_clipping is not given")
 

@@ -346,6 +346,8 @@ def _downloaded(name: str) -> Any:
     """The configuration of a model of the hub that a program has downloaded before."""
     import transformers
 
+    if name.startswith((".", "/", "~")):
+        raise UsageError(f"there is no folder {name!r} with a config.json, and no such file.")
     try:
         return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError):

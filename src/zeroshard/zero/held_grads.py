@@ -289,7 +289,8 @@ def _refused(grads: Sequence[HeldGrad], what: str) -> UsageError:
         "The engine holds the gradient until step(), sharded and not unscaled, so it has no values "
         "here. Read it with zeroshard.zero.safe_get_full_grad(param), replace it with "
         "zeroshard.zero.safe_set_full_grad(param, value). To clip, use the key gradient_clipping, or "
-        "torch.nn.utils.clip_grad_norm_ with all trained parameters of the engine."
+        "torch.nn.utils.clip_grad_norm_ with all trained parameters of the engine. An optimizer that "
+        "steps has to be the engine's: pass it to initialize(), or to prepare() of Accelerate."
     )
 
 
