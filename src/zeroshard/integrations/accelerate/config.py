@@ -55,8 +55,8 @@ def mixed_precision_for(config: Mapping[str, Any], asked: str | None) -> str | N
     if named is not None and asked is not None and str(asked) != named:
         raise UsageError(
             f'mixed_precision="{asked}", but the configuration says {named}. Weights have one precision: '
-            f'pass mixed_precision="{named}" (with the Trainer: TrainingArguments({named}=True)), or none, '
-            "or change the configuration."
+            f'pass mixed_precision="{named}" (with the Trainer: TrainingArguments({named}=True)) or '
+            "none, or change the configuration."
         )
     return named or asked
 
