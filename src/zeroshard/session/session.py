@@ -149,7 +149,7 @@ def _agree(
     namespace: Store,
     plan: Mapping[str, str],
     own_device: DeviceUse,
-    details: Mapping[str, Sequence[str]],
+    details: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Peers:
     """The process and recording of every rank, by global rank, after all have agreed on ``plan``.
 
