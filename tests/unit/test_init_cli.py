@@ -56,7 +56,8 @@ def test_four_answers_give_a_configuration_that_loads(runs, tmp_path):
         "Planned for a batch of input_ids and labels of 2 x 16 tokens, without attention mask (--seq)",
     ):
         assert words in done.output
-    assert f"plan {MODEL} --config zeroshard.json --ranks 2 --memory 1 --seq 16" in done.output
+    options = "--config zeroshard.json --ranks 2 --memory 1 --target cuda --seq 16"
+    assert f"plan {MODEL} {options}" in done.output
 
 
 def test_yes_asks_nothing_and_replaces_no_file(runs, tmp_path):

@@ -172,7 +172,9 @@ def _told(found: Fit, output: Path, run: Answers) -> str:
             f"Nothing fits {limit}: the smallest of {found.count} configurations needs {peak} on each "
             f"GPU. {output} was not written. Use more GPUs, or shorter samples (--seq)."
         )
-    memory = f"--machine {run.memory}" if run.gib is None else f"--memory {run.memory}"
+    memory = (
+        f"--machine {run.memory}" if run.gib is None else f"--memory {run.memory} --target cuda"
+    )
     length = "" if run.seq is None else f" --seq {run.seq}"
     batch = [
         f"Planned for {line} (--seq)." for line in found.plan.assumed if line.startswith(BATCH)
