@@ -128,10 +128,11 @@ def _sections(sections: Iterable[Key]) -> Iterator[str]:
         assert key.field is not None  # sections come from the schema
         model = section_type(key.field.annotation)
         assert model is not None  # is_section says so
-        verdict = "" if key.verdict == "honour" else f" (**{key.verdict}**)"
+        rows = [KEYS[f"{key.path}.{name}"] for name in model.model_fields]
+        has_some = any(row.verdict == "honour" for row in rows)  # then the table says which are not
+        verdict = "" if key.verdict == "honour" or has_some else f" (**{key.verdict}**)"
         yield f"### `{key.path}`{verdict}\n"
         yield f"{key.doc}\n"
-        rows = [KEYS[f"{key.path}.{name}"] for name in model.model_fields]
         if rows and not all(row.is_section for row in rows):
             yield from _table(row for row in rows if not row.is_section)
         yield from _sections([row for row in rows if row.is_section])

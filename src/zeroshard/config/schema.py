@@ -435,7 +435,9 @@ class Config(Section):
         side.AioConfig, "Settings of disk access. ZeroShard computes them."
     )
     wall_clock_breakdown: Flag = honour(
-        False, "Log the time of each phase. The device is not synchronized for it."
+        False,
+        "Print the time of each phase, in the lines of steps_per_print. The device is not synchronized "
+        "for it.",
     )
     memory_breakdown: Flag = honour(False, "Log the memory in use at each phase.")
     timers: side.TimersConfig = accept(
