@@ -33,7 +33,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of interpreters; without compiled files each would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup train train-3d check test test-programs lint bench docs docs-config docs-compat clean
+.PHONY: help setup train train-3d check test test-programs slurm lint bench docs docs-config docs-compat clean
 
 help:
 	@echo "make setup        make .venv with ZeroShard and what the examples need"
@@ -43,6 +43,7 @@ help:
 	@echo "make test         run the tests (ARGS='tests/unit -k layout')"
 	@echo "make test-full    run every row of every table of tests, about an hour"
 	@echo "make test-programs  install TRL, LLaMA-Factory, ms-swift, DeepSpeed and Ray, and run their programs"
+	@echo "make slurm          install Slurm from Debian's packages, for the jobs that test-programs starts"
 	@echo "make lint         check style, format, limits of size and complexity, and types"
 	@echo "make bench        measure beside other libraries, a quarter of an hour (ARGS='--only a1')"
 	@echo "make docs         build the pages of docs/ as a site, build/docs/index.html"
@@ -136,6 +137,11 @@ test-programs: $(TESTS) .programs/.ready .peer/.ready .optimizers/.ready .ray/.r
 		$(BIN)/python -m pytest tests/programs/test_optimizer_packages.py $(ARGS)
 	PYTHONPATH=$(CURDIR)/.ray timeout --kill-after=30 $(TEST_LIMIT) \
 		$(BIN)/python -m pytest tests/programs/test_ray.py $(ARGS)
+	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest tests/programs/test_slurm.py $(ARGS)
+
+# The packages of Debian. Their test starts a cluster of two nodes on this host, and needs root too.
+slurm:
+	apt-get install -y slurm-wlm munge
 
 .programs/.ready: $(DEV) tests/programs/older.txt
 	$(PIP) --quiet -c constraints.txt --group programs
