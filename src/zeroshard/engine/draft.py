@@ -6,6 +6,7 @@ Also checks the objects that a caller passes to an engine.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +38,6 @@ from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of
 from zeroshard.precision.policy import Policy, policy_from
-from zeroshard.sequence.transformers_attention import check_attention
 from zeroshard.session.session import set_up_together
 from zeroshard.zero.sharded_parameter import owner_of
 from zeroshard.zero.unit import Unit
@@ -177,8 +177,11 @@ def check_tensor_ranks(model: nn.Module, mesh: Mesh) -> None:
 
 
 def check_model_on(mesh: Mesh, model: nn.Module, settings: Config) -> None:
-    """Check the model against the sizes of the mesh, before it is cut. Raises as the two checks."""
-    check_attention(model, mesh.sequence)
+    """Check the model against the mesh, before it is cut. Attention is registered by its module only."""
+    if mesh.sequence > 1 or "zeroshard.sequence.transformers_attention" in sys.modules:
+        from zeroshard.sequence.transformers_attention import check_attention
+
+        check_attention(model, mesh.sequence)
     check_pipeline(model, mesh, settings)
 
 
