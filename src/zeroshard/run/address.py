@@ -27,8 +27,8 @@ def check_address(host: str, port: int | None) -> None:
             return
         raise LaunchError(
             f"the ranks meet at host {host!r}, port {port}, and this name has no address "
-            f"({error.strerror}). Set MASTER_ADDR, or --master_addr, to a name or an address of rank 0's "
-            "host that all hosts can reach."
+            f"({error.strerror}). Give a name or an address of rank 0's host that all hosts can reach: "
+            "to the launchers as --master_addr, to ranks without one as MASTER_ADDR."
         ) from None
 
 
