@@ -9,7 +9,8 @@ kernels cannot be launched faster than the host prepares them.
 
 The systems take turns in one process, on one thread. *Own* time is the median CPU time of a step minus
 that of the plain loop, divided by the number of blocks. The number of blocks is not needed to compare
-two systems; it makes numbers of different models comparable.
+two systems; it makes numbers of different models comparable. The clock of a processor changes within a
+run, so a ratio of two systems is taken in each round, and the median of the rounds is given.
 
 The fake group gives every rank the values of this one: it copies each tensor of a collective as often as
 there are ranks, one small copy after the other. No library does that, and no real group. So the time
@@ -26,7 +27,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,9 @@ APART = "stage 3, matrices apart"
 """The line on which each matrix of a block is a unit, as in blocks of large models on an accelerator."""
 TARGET = 1 / 5
 """The greatest accepted own time of ZeroShard ÷ that of FSDP2."""
+
+Found = dict[str, dict[str, float]]
+"""Microseconds per block and step, by line and phase."""
 
 
 class Block(nn.Module):
@@ -124,7 +128,7 @@ class InGroup:
 
 @dataclass
 class Turns:
-    """The measured steps of one system. ``seconds``: of ``clock`` for each step, by phase.
+    """The steps of one system in one round. ``seconds``: of ``clock`` for each step, by phase.
 
     ``settle``: waits for a device, before steps that are timed.
     """
@@ -163,10 +167,12 @@ class Turns:
                 self.seconds[GROUP].append(self.group.seconds - in_group)
 
     def us_per_block(self, depth: int) -> dict[str, float]:
-        """Median microseconds per block, by phase and in all (the median of whole steps)."""
+        """Median microseconds per block since the last call, by phase and in all (of whole steps)."""
         found = {phase: median(values) for phase, values in self.seconds.items()}
         phases = [self.seconds[phase] for phase in PHASES]
         found["all"] = median(map(sum, zip(*phases, strict=True)))
+        for values in self.seconds.values():
+            values.clear()
         return {phase: seconds * 1e6 / depth for phase, seconds in found.items()}
 
 
@@ -197,11 +203,11 @@ def measure(
     clock: Callable[[], float] = time.process_time,
     settle: Callable[[], None] = _nothing,
     group: InGroup | None = None,
-) -> dict[str, dict[str, float]]:
-    """Median microseconds per block and step of each line, by phase. Needs a process group.
+) -> list[Found]:
+    """The medians of each round. Needs a process group.
 
     ``builders``: of the lines, by default :func:`systems`. ``clock``, ``settle``: see :class:`Turns`.
-    ``group``: attached; then the result has :data:`GROUP` too.
+    ``group``: attached; without it :data:`GROUP` is 0.
     """
     turns = {}
     builders = systems() if builders is None else builders
@@ -211,20 +217,28 @@ def measure(
         model = Tower(depth, width).to(device)
         turns[name] = Turns(builders[name](model), x, y, clock, settle, group or InGroup())
         turns[name].take(warm_up, timed=False)
-    for _, name in alternating(list(turns), rounds):
+    found: list[Found] = [{} for _ in range(rounds)]
+    for number, name in alternating(list(turns), rounds):
         turns[name].take(1, timed=False)  # the caches are those of another system
         turns[name].take(burst)
+        found[number][name] = turns[name].us_per_block(depth)
     for name, line in turns.items():
         norm = line.trainer.norm()
         if norm is None or not isfinite(norm):  # a step may then have been skipped
             raise RuntimeError(f"{name}: the gradient's norm is {norm}; run the program again")
         line.trainer.close()
-        if group is None:
-            del line.seconds[GROUP]
-    return {name: line.us_per_block(depth) for name, line in turns.items()}
+    return found
 
 
-def own(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def middle(found: Sequence[Found]) -> Found:
+    """The median of the rounds, by line and phase."""
+    return {
+        name: {phase: median(each[name][phase] for each in found) for phase in line}
+        for name, line in found[0].items()
+    }
+
+
+def own(found: Found) -> Found:
     """Microseconds beyond those of the plain loop, by line and phase."""
     base = found["plain loop"]
     return {
@@ -241,19 +255,24 @@ PEER_OF = {
 }
 
 
-def ratios(found: dict[str, dict[str, float]], *, but_group: bool = False) -> dict[str, float]:
-    """Own time of each ZeroShard line ÷ that of the FSDP2 line that holds the same state.
+def ratios(found: Sequence[Found], *, but_group: bool = False) -> dict[str, list[float]]:
+    """Own time of each ZeroShard line ÷ that of the FSDP2 line that holds the same state, by round.
 
     ``but_group``: without the time inside the calls of the fake group.
     """
-    times = {
-        name: line["all"] - (line[GROUP] if but_group else 0.0) for name, line in own(found).items()
-    }
-    return {
-        name: times[name] / times[peer]
-        for name, peer in PEER_OF.items()
-        if {name, peer} <= times.keys()
-    }
+    ours: dict[str, list[float]] = {}
+    for each in map(own, found):
+        times = {name: t["all"] - (t[GROUP] if but_group else 0.0) for name, t in each.items()}
+        for name, peer in PEER_OF.items():
+            if {name, peer} <= times.keys():
+                ours.setdefault(name, []).append(times[name] / times[peer])
+    return ours
+
+
+def _told(values: Sequence[float]) -> str:
+    """The median of the rounds, and the quarter and three quarters of them."""
+    low, _, high = quantiles(values, n=4) if len(values) > 1 else (*values,) * 3
+    return f"{median(values):.3f} ({low:.2f} to {high:.2f})"
 
 
 def main() -> None:
@@ -275,9 +294,10 @@ def main() -> None:
         names = [name for name in names if name == "plain loop" or name in options.only]
     group = InGroup()
     group.attach()
-    found = measure(
+    by_round = measure(
         names, depth=depth, width=width, warm_up=warm_up, rounds=rounds, burst=burst, group=group
     )
+    found = middle(by_round)
     extra = own(found)
     columns = (*PHASES, "all", GROUP)
     print(f"microseconds of CPU time per block and step, {depth} blocks, {RANKS} fake ranks")
@@ -285,18 +305,18 @@ def main() -> None:
     for name, line in found.items():
         values = "".join(f"{line[column]:10.0f}" for column in columns)
         print(f"{name:24}{values}" + (f"{extra[name]['all']:10.0f}" if name in extra else ""))
-    without = ratios(found, but_group=True)
-    for name, ratio in ratios(found).items():
+    whole, without = ratios(by_round), ratios(by_round, but_group=True)
+    for name, values in whole.items():
         print(
-            f"own time, {name} ÷ {PEER_OF[name]}: {ratio:.3f}, without the group "
-            f"{without[name]:.3f} (target {TARGET:.2f})"
+            f"own time, {name} ÷ {PEER_OF[name]}: {_told(values)}, without the group "
+            f"{_told(without[name])} (target {TARGET:.2f})"
         )
     if options.json:
         result = {
             "us_per_block": found,
             "own_us": extra,
-            "ratios": ratios(found),
-            "ratios_without_group": without,
+            "ratios": {name: median(values) for name, values in whole.items()},
+            "ratios_without_group": {name: median(values) for name, values in without.items()},
         }
         with open(options.json, "w") as file:
             json.dump(result, file)

@@ -56,4 +56,5 @@ def units(job: Job, *, depth: int, width: int, rounds: int) -> dict[str, Any]:
     )  # fmt: skip
     if opens:
         dist.destroy_process_group()
-    return {"us_per_unit": found[job.system]}
+    us = host_cost.middle(found)[job.system]
+    return {"us_per_unit": {phase: us[phase] for phase in (*host_cost.PHASES, "all")}}

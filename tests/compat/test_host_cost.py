@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -29,8 +30,22 @@ def test_a_smoke_run_measures_every_line(tmp_path):
         for phase, us in own_us.items():
             plain_us = result["us_per_block"]["plain loop"][phase]
             assert us == pytest.approx(result["us_per_block"][name][phase] - plain_us)
-    stage_3, peer = (result["own_us"][n]["all"] for n in ("ZeroShard stage 3", "FSDP2, resharded"))
-    assert result["ratios"]["ZeroShard stage 3"] == pytest.approx(stage_3 / peer)
+
+
+def test_ratios_are_those_of_each_round(monkeypatch):
+    """A round in which the processor is slow has the ratio of the others."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    host_cost = importlib.import_module("host_cost")
+    us = {"plain loop": (10, 0), "FSDP2, resharded": (110, 20), "ZeroShard stage 3": (60, 10)}
+    rounds = [
+        {name: {"all": all_us * slow, "group": group * slow} for name, (all_us, group) in us.items()}
+        for slow in (1.0, 1.0, 3.0)
+    ]
+    assert host_cost.ratios(rounds) == {"ZeroShard stage 3": [0.5] * 3}
+    assert host_cost.ratios(rounds, but_group=True) == {"ZeroShard stage 3": [0.5] * 3}
+    rounds[2]["ZeroShard stage 3"]["all"] = 130.0
+    assert host_cost.ratios(rounds)["ZeroShard stage 3"][2] == pytest.approx(100 / 300)
+    assert host_cost.middle(rounds)["ZeroShard stage 3"]["all"] == 60
 
 
 def test_a_smoke_run_compares_the_modules_of_tensor_parallelism(tmp_path):
