@@ -129,8 +129,8 @@ def test_a_loop_that_steps_only_at_boundaries_is_warned_once():
 @pytest.mark.parametrize(
     ("count", "texts"), [(3, ["3 backwards"]), (40, ["16 backwards", "40 backwards"])]
 )
-def test_a_loop_without_step_is_warned_of(count, texts):
-    """After a while, and at the end if nothing was trained."""
+def test_a_loop_without_step_is_warned_of(count, texts, tmp_path):
+    """After a while, and at a save and at the end if nothing was trained."""
     with logged() as lines, open_engine() as engine:
         (batch,) = data(1, 1)[0]
         for _ in range(count):
@@ -141,6 +141,10 @@ def test_a_loop_without_step_is_warned_of(count, texts):
             engine.optimizer.zero_grad()
             engine.backward(loss_of(engine, batch))
     assert [line.partition(" ")[0] for line in lines][:1] == ["16"]
+    with logged() as lines, open_engine() as engine:
+        engine.backward(loss_of(engine, batch))
+        engine.save_checkpoint(tmp_path)
+        assert lines[0].startswith("1 backwards without engine.step(): nothing is trained")
     with logged() as lines, open_engine() as engine:
         for _ in range(count):
             engine.backward(loss_of(engine, batch))

@@ -201,6 +201,7 @@ class Engine(TrainingEngine):
         if not self.life.is_open:
             self.life.check("engine.save_checkpoint()")
         check_directory(save_dir, "engine.save_checkpoint()")
+        self._tell_untrained()
         with self._watch.recorder.in_section("save"):
             self._wait_for_save()
             agreed = self._saver.save(
@@ -427,8 +428,8 @@ class Engine(TrainingEngine):
         """
         if self.life.state is EngineState.CLOSED:
             return
-        if self.accumulation.backwards and not (self.global_steps or reason):
-            self._tell_unstepped()
+        if not reason:
+            self._tell_untrained()
         self.life.close()
         self._sharing.close()
         # The last entry runs first. All of them run, also after an error.

@@ -182,6 +182,11 @@ class TrainingEngine(EngineBase):
             self._tell_unstepped()
         return True
 
+    def _tell_untrained(self) -> None:
+        """Warn if there were backwards and no step."""
+        if self.accumulation.backwards and not self.global_steps:
+            self._tell_unstepped()
+
     def _tell_unstepped(self) -> None:
         """Warn of backwards that no step has followed, if there is an optimizer."""
         if self.is_main_rank and self.runtime.optimizer is not None:
