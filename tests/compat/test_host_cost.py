@@ -38,7 +38,10 @@ def test_ratios_are_those_of_each_round(monkeypatch):
     host_cost = importlib.import_module("host_cost")
     us = {"plain loop": (10, 0), "FSDP2, resharded": (110, 20), "ZeroShard stage 3": (60, 10)}
     rounds = [
-        {name: {"all": all_us * slow, "group": group * slow} for name, (all_us, group) in us.items()}
+        {
+            name: {"all": all_us * slow, "group": group * slow}
+            for name, (all_us, group) in us.items()
+        }
         for slow in (1.0, 1.0, 3.0)
     ]
     assert host_cost.ratios(rounds) == {"ZeroShard stage 3": [0.5] * 3}

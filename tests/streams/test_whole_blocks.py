@@ -14,6 +14,7 @@ from zeroshard_testing import on_ranks
 
 from zeroshard.comm.collectives import JointHandle
 from zeroshard.zero import GatheredParameters, grad_ledger, reduce
+from zeroshard.zero.grad_buckets import GradLaunch
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.unit import UnitState
 
@@ -71,6 +72,30 @@ def test_a_block_is_one_launch_in_each_direction_and_its_matrices_are_not_copied
         assert made["all_gather", "1"] == 2  # for forward and for backward
         assert made["all_gather", "2"] in (1, 2)  # the last one may stay for backward
         assert not any(name.startswith(("1.", "2.")) for _, name in made)
+
+
+def one_by_one(buffers):
+    """A policy of buckets: each unit has its own launch."""
+    return [GradLaunch((buffer,)) for buffer in buffers]
+
+
+def with_policy() -> tuple[Counter[tuple[str, str]], str]:
+    with cuda(RANKS) as watch:
+        run, trained = opened(watch)
+        trained.runtime.reducer.policy = one_by_one
+        run.step(trained)
+        made = launches(trained)
+        trained.close()
+        return made, report(watch)
+
+
+@on_ranks(1, group=False)
+def test_another_policy_of_buckets_reduces_each_matrix_alone():
+    prepare()
+    made, found = in_child(with_policy)
+    assert not found
+    matrices = [f"{block}.{name}" for block in BLOCKS for name in ("up", "down")]
+    assert [made["reduce_scatter", name] for name in matrices] == [1] * 4
 
 
 def without_memory() -> tuple[set[UnitState], list[bool], str]:

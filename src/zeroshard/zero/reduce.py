@@ -15,24 +15,24 @@ Letters as in :mod:`zeroshard.zero.unit`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import ProcessGroupComm, joining
 from zeroshard.errors import UsageError
 from zeroshard.memory.storage import real_view
+from zeroshard.zero.grad_buckets import BucketPolicy, GradLaunch, by_block
 from zeroshard.zero.grad_ledger import report, report_begun, report_empty, report_ended
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.held_grads import DROP, GradEdit, HeldGrad, HeldGrads
 
 if TYPE_CHECKING:
-    from zeroshard.comm.collectives import Handle
+    from zeroshard.comm.collectives import Handle, ProcessGroupComm
     from zeroshard.zero.copy_sums import CopySums
 
 MAX_IN_FLIGHT = 2
@@ -43,26 +43,6 @@ class _Reduction(NamedTuple):
     buffer: GradBuffer
     grads_N: Tensor  # the input: its memory must live until the reduction has ended
     result_S: Tensor
-
-
-@dataclass(eq=False)
-class GradLaunch:
-    """Buffers that are reduced by one call. ``comm``: the one that can do it; None: it is one buffer.
-
-    ``apart``: results have memory of their own and stay there, so the bytes of each change are known.
-    """
-
-    buffers: tuple[GradBuffer, ...]
-    comm: ProcessGroupComm | None = field(init=False)
-    apart: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        several = len(self.buffers) > 1
-        self.comm = joining(self.buffers[0].comm) if several else None
-        self.apart = several and all(
-            buffer.transient and buffer.comm.size > 1 and buffer.store is None
-            for buffer in self.buffers
-        )
 
 
 class _InFlight(NamedTuple):
@@ -88,8 +68,8 @@ class GradReducer:
     the accumulation boundary. ``predivide``: local gradients are divided by this before the
     reduction (``prescale_gradients``, ``gradient_predivide_factor``).
     ``whole``: every rank needs the whole reduced gradient (stage 0). ``in_flight_limit``: the largest
-    number of reductions in flight; with 0 backward waits for each of them. ``copy_sums``: add gradients
-    over ranks that hold the same parts.
+    number of reductions in flight; with 0 backward waits for each of them. ``policy``: which buffers are
+    reduced together. ``copy_sums``: add gradients over ranks that hold the same parts.
     """
 
     buffers: list[GradBuffer]
@@ -97,6 +77,7 @@ class GradReducer:
     eager: bool
     whole: bool
     in_flight_limit: int
+    policy: BucketPolicy = by_block
     predivide: float = 1.0
     copy_sums: Sequence[CopySums] = ()
     reducing: bool = False
@@ -130,7 +111,7 @@ class GradReducer:
     @cached_property
     def _launches_of(self) -> dict[int | None, list[GradLaunch]]:
         """The buffers of each pipeline stage by launch: those of a group are reduced together."""
-        return {stage: _open_ended(_by_launch(buffers)) for stage, buffers in self._orders.items()}
+        return {stage: self.policy(buffers) for stage, buffers in self._orders.items()}
 
     # ------------------------------------------------------------------ one backward
 
@@ -348,7 +329,7 @@ class GradReducer:
         if left:
             self.reducing, self.waiting, self._running, self._launches = True, False, [], []
             self._completes = True
-            for launch in _by_launch(left):
+            for launch in self.policy(left):
                 self._launch(launch)
             self._drain(0)
         for sums in self.copy_sums:
@@ -435,29 +416,3 @@ class GradReducer:
             self.fragments.hide()
         self.reducing = self.waiting = self._holds = False
         self._running, self._launches = [], []
-
-
-def _by_launch(buffers: Iterable[GradBuffer]) -> list[GradLaunch]:
-    """Neighbours that one launch reduces: units of one group, over a communicator that can do that."""
-
-    def key(buffer: GradBuffer) -> tuple[object, ...]:
-        joins = buffer.unit.group and joining(buffer.comm) is not None
-        return (buffer.unit.group, id(buffer.comm)) if joins else (id(buffer),)
-
-    return [GradLaunch(tuple(members)) for _, members in groupby(buffers, key)]
-
-
-def _open_ended(launches: list[GradLaunch]) -> list[GradLaunch]:
-    """The same launches, but the last group's units are reduced one by one if they are resident.
-
-    Backward has nothing left behind which the launch of the last block could run, so each of its matrices
-    is reduced while the gradients of the next are computed. What is no matrix comes last: the block
-    begins with a norm. At stage 3 the block would need more collectives than three.
-    """
-    groups = [at for at, launch in enumerate(launches) if len(launch.buffers) > 1]
-    if not groups or not launches[groups[-1]].buffers[0].unit.resident:
-        return launches
-    last = groups[-1]
-    matrices_first = sorted(launches[last].buffers, key=lambda buffer: len(buffer.unit.params) > 1)
-    alone = [GradLaunch((buffer,)) for buffer in matrices_first]
-    return [*launches[:last], *alone, *launches[last + 1 :]]
