@@ -7,8 +7,9 @@ PYTHON     ?= python3
 TRITON     ?= 3.9.0
 RANKS      ?= 2
 ARGS       ?=
-# Test files that run at the same time. Tests of faults mostly wait, for a limit of time or another process.
-WORKERS    ?= 2
+# Test files that run at the same time, for two cores: a quarter of the time tests wait for other processes, and
+# those of faults mostly do.
+WORKERS    ?= 3
 FAULT_WORKERS ?= 4
 # Seconds of CPU that `make test` may take, of a reference processor (tools/cpu_limit.py). Where processors are
 # shared its speed is uncertain: two runs of 2,940 s each were 1,370 and 2,060 reference seconds. The limit
