@@ -141,6 +141,21 @@ def hooks_of_all_optimizers_run_once_a_step(p: Program) -> Any:
     return len(before), len(after)
 
 
+@row("Optimizer.register_step_pre_hook")
+def parameter_is_frozen_between_steps_with_a_hook(p: Program) -> int:
+    """With a hook, one call of the optimizer's own step updates all that a rank has."""
+    seen: list[int] = []
+    handle = p.optimizer.register_step_pre_hook(lambda *a: seen.append(1))
+    p.train()
+    p.module.second.weight.requires_grad_(False)
+    p.module.first.bias.requires_grad = False
+    p.train(2)
+    p.module.second.weight.requires_grad_(True)
+    p.train(1)
+    handle.remove()
+    return len(seen)
+
+
 @row("Optimizer.register_state_dict_pre_hook Optimizer.register_state_dict_post_hook")
 def optimizer_hooks_of_state_dict(p: Program) -> Any:
     calls = []

@@ -112,7 +112,10 @@ class OwnStep:
     def give(
         self, grad_C: Tensor, factor: Tensor, skipped: frozenset[int], during: ExitStack
     ) -> None:
-        """Set ``.grad`` of the fragments that take part to ``grad_C * factor``, until ``during`` ends."""
+        """Set ``.grad`` of the fragments that take part to ``grad_C * factor``, until ``during`` ends.
+
+        That of the others is None: a step that lists all fragments leaves out those without a gradient.
+        """
         chunk, dtype = self._chunk, self._chunk.master_C.dtype
         if grad_C.dtype != dtype:
             during.enter_context(self._ledger.lend("update", chunk.master_C.nbytes))
@@ -121,8 +124,8 @@ class OwnStep:
         values.mul_(factor.to(values.dtype))
         during.enter_context(opened(chunk.fragments))
         for fragment in chunk.fragments:
-            if fragment.index not in skipped:
-                fragment.value.grad = fragment.of(grad_C)
+            takes_part = fragment.index not in skipped
+            fragment.value.grad = fragment.of(grad_C) if takes_part else None
 
     def take(self) -> None:
         """After ``step`` of the optimizer: move new state, and round the masters."""
