@@ -7,6 +7,7 @@ A row is a small program. It is written once, and runs with plain PyTorch's obje
 from __future__ import annotations
 
 import os
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -181,7 +182,48 @@ _of_plain: dict[tuple[str, int], tuple[dict[str, Any], Exception | None]] = {}
 
 def judge(name: str, stage: int) -> str:
     """Run a row on this rank: what is not as expected, or nothing. Collective."""
-    row = ROWS[name]
+    return _judge(ROWS[name], stage)
+
+
+APART = ("compiles", "func_", "functional")
+"""In names of rows that leave a model to Dynamo or torch.func, which fail on many others themselves."""
+
+
+def sequences(seed: int, count: int, stage: int) -> list[list[str]]:
+    """Names of rows that may follow each other in one program: of the usual model, without an error."""
+    names = [
+        name
+        for name, row in ROWS.items()
+        if row.make is Net and row.optimizer is adamw and row.close <= 1e-12
+        if row.raises is None or stage not in row.at
+        if not any(part in name for part in APART)
+    ]
+    draw = random.Random(seed)
+    return [draw.choices(names, k=draw.choice([2, 3, 4])) for _ in range(count)]
+
+
+def judge_sequence(names: list[str], stage: int) -> str:
+    """Run rows one after the other, and a step: where they are not PyTorch's, or nothing. Collective.
+
+    A row may refuse what another one has left, and torch too: then the rest is not compared.
+    """
+
+    def program(p: Program) -> Any:
+        returned = [ROWS[name].program(p) for name in names]
+        p.train(1, first=5)
+        return returned
+
+    row = Row(named(program, " ".join(names)), (), None, (), (), Net, adamw, 1e-11)
+    found = _judge(row, stage)
+    return (
+        ""
+        if re.match(r"raised (\w*Usage|Unsupported|Sharded)|plain PyTorch raised", found)
+        else found
+    )
+
+
+def _judge(row: Row, stage: int) -> str:
+    name = row.name
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if (name, world) not in _of_plain:
         _of_plain[name, world] = _outcome(row, world=world)

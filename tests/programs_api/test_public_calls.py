@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import api_functions
@@ -10,7 +11,7 @@ import api_optimizers
 import api_parameters
 import pytest
 from api_not_yet import NOT_YET
-from api_rows import cases, judge
+from api_rows import STAGES, cases, judge, judge_sequence, sequences
 from zeroshard_testing.ranks import run_ranks
 
 
@@ -30,6 +31,19 @@ def test_every_row_is_plain_pytorch_or_an_error(ranks, part):
             wrong.setdefault((name, problem), []).append(stage)
     lines = [f"{name}, stages {stages}: {problem}" for (name, problem), stages in wrong.items()]
     assert not lines, "\n".join([f"{len(wrong)} rows on {ranks} ranks:", *lines])
+
+
+def verdicts_of_sequences(rows: list[list[str]], stage: int) -> list[str]:
+    return [judge_sequence(names, stage) for names in rows]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_rows_that_follow_each_other_are_plain_pytorch(stage):
+    count = 60 if os.environ.get("ZEROSHARD_TEST_ALL") == "1" else 12
+    rows = sequences(stage, count, stage)
+    found = run_ranks(verdicts_of_sequences, 2, rows, stage, timeout=170)
+    wrong = [(names, seen) for names, *seen in zip(rows, *found, strict=True) if any(seen)]
+    assert not wrong
 
 
 def _problem(name: str, where: tuple[int, int], seen_by_rank: list[str]) -> str:
