@@ -38,6 +38,7 @@ from zeroshard.engine.non_finite import NanPolicy, nan_policy
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake, is_simulated
 from zeroshard.engine.param_groups import groups_in_words
+from zeroshard.engine.pipeline_sequences import share_sequences
 from zeroshard.engine.restarts import tell_launcher
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.tied_units import (
@@ -202,6 +203,7 @@ def _assemble(
     )
     check_options(draft, watch)
     connect_experts(draft, watch)
+    share_sequences(draft)
     after_bad_step = nan_policy(settings, scales_loss=scales_loss(settings, policy))
     if watch.gathers.transport == "fake":  # without other ranks gradients have no meaning
         after_bad_step = None

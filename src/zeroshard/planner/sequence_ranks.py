@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.comm.simulation import lone_group
 from zeroshard.core.mesh import Mesh
+from zeroshard.parallel.split import PipelineModel
 from zeroshard.sequence.all_to_all import gathered
 from zeroshard.sequence.token_positions import PositionExchange, TokenPositions
 
@@ -40,6 +41,16 @@ def sequence_attention(mesh: Mesh, rank: int) -> Iterator[None]:
         yield
     finally:
         unregister()
+
+
+def as_cut(inputs: Any, model: nn.Module, mesh: Mesh) -> Any:
+    """A micro-batch of one rank's tokens as a rank of a pipeline has it after the cut of sequences."""
+    is_cut = isinstance(model, PipelineModel) and mesh.sequence > 1
+    if not is_cut or not isinstance(inputs, Mapping) or "labels" not in inputs:
+        return inputs
+    made = {name: value for name, value in inputs.items() if name != "labels"}
+    made.setdefault("position_ids", torch.empty_like(made["input_ids"]))
+    return {**made, "shift_labels": inputs["labels"]}
 
 
 class _Positions(PositionExchange):
