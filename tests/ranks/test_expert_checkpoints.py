@@ -17,10 +17,11 @@ from zeroshard.comm.env import current_rank_info
 SETTING = Setting(micro=1, residual=True)
 
 
-def run(steps: slice, ep_size: int, stage: int, root: Path, **keys) -> None:
+def run(steps: slice, ep_size: int, stage: int, root: Path, replicas: int = 1) -> None:
     """Train some of the steps of 4 data ranks, on any number of ranks; load before, and save after."""
     words_SDBT = tiny.batches(SETTING, 4)[:, 0]
-    keys["gradient_accumulation_steps"] = 4 // current_rank_info().world_size
+    count = 4 // current_rank_info().world_size
+    keys = {"gradient_accumulation_steps": count, "parallel": {"data_replicate": replicas}}
     with opened(SETTING, ep_size, stage, **keys) as engine:
         if steps.start:
             engine.load_checkpoint(root, str(steps.start))
@@ -37,6 +38,26 @@ def run(steps: slice, ep_size: int, stage: int, root: Path, **keys) -> None:
             assert found.keys() <= expected.keys()
             for name, param in found.items():
                 torch.testing.assert_close(param.detach(), expected[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "stages"),
+    each_value(
+        [
+            (saved, loaded, stages)
+            for saved, loaded in (
+                ((4, 2, 2), (2, 1, 1)), ((4, 2, 1), (4, 2, 2)), ((4, 2, 2), (4, 4, 1)),
+            )
+            for stages in ((3, 1), (1, 3), (2, 0), (0, 2))
+        ]
+    ),
+)  # fmt: skip
+def test_replicas_continue_and_are_continued(saved, loaded, stages, tmp_path):
+    """Ranks, ``ep_size``, replicas."""
+    for (ranks, ep_size, replicas), steps, stage in zip(
+        (saved, loaded), (slice(0, 2), slice(2, 3)), stages, strict=True
+    ):
+        run_ranks(run, ranks, steps, ep_size, stage, tmp_path, replicas)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,10 @@ class StarvingGate(TopKGate):
         return found + away
 
 
+def make_expert() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH))
+
+
 class Block(nn.Module):
     def __init__(self, setting: Setting, ep_size: int, **more: Any) -> None:
         super().__init__()
@@ -54,7 +58,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
         self.moe = MoE(
             WIDTH,
-            lambda: nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH)),
+            lambda: make_expert(),
             setting.experts, ep_size, setting.k, drop_tokens=setting.drops, use_rts=False,
             use_residual=setting.residual, top2_2nd_expert_sampling=False, min_capacity=1,
             capacity_factor=setting.capacity, **more,

@@ -25,6 +25,7 @@ def opened(
     dtype: torch.dtype = torch.float64,
     mesh: Mesh | None = None,
     net: Any = None,
+    plan: Any = PLAN,
     **keys: Any,
 ) -> Iterator[zeroshard.Engine]:
     asked = config(
@@ -35,7 +36,7 @@ def opened(
         **{"unit_min_numel": 1, "gradient_accumulation_steps": setting.micro, **keys},
     )
     net = tiny.model(setting, ep_size, dtype, mesh=mesh) if net is None else net
-    plan = None if mesh is None or mesh.tensor == 1 else PLAN
+    plan = None if mesh is None or mesh.tensor == 1 else plan
     engine, *_ = zeroshard.initialize(model=net, config=asked, mesh=mesh, plan=plan)
     try:
         yield engine
