@@ -35,12 +35,12 @@ class Expert(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, ep_size: int, drops: bool) -> None:
+    def __init__(self, ep_size: int, drops: bool, mesh: Mesh | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             MoE(
                 WIDTH, Expert, EXPERTS, ep_size, k=K, drop_tokens=drops, top2_2nd_expert_sampling=False,
-                capacity_factor=1.0, min_capacity=1,
+                capacity_factor=1.0, min_capacity=1, mesh=mesh,
             )
             for _ in range(LAYERS)
         )  # fmt: skip
@@ -129,6 +129,18 @@ def test_replicas_share_experts_only_if_each_has_them_once(stage, replicas, hold
     state = own // (holders if stage == 3 else 1) + dense // (8 // replicas if stage == 3 else 1)
     assert found.nbytes("parameters") == 4 * state
     assert [each.holders for each in found.experts] == [holders]
+
+
+def test_tensor_ranks_hold_parts_of_experts_that_a_plan_names():
+    mesh, at = Mesh(data_shard=2, tensor=2), "layers.*.deepspeed_moe.experts.deepspeed_experts.*"
+    found = simulate(
+        lambda: Net(2, True, mesh), settings(1), BATCH, mesh=mesh, rank=3,
+        loss_fn=lambda y, _: y.square().mean(),
+        plan={f"{at}.up": "colwise", f"{at}.down": "rowwise"},
+    )  # fmt: skip
+    own = LAYERS * ONE * EXPERTS // 2 // 2
+    assert found.nbytes("parameters") == 4 * (own + LAYERS * WIDTH * EXPERTS)
+    assert [each.numel for each in found.experts] == [own]
 
 
 @pytest.mark.parametrize(("drops", "replicas"), [(False, 1), (True, 1), (True, 2)])

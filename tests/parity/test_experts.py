@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support import expert_models as tiny
 from support.covering import each_value
 from support.expert_models import Run, Setting, StarvingGate
-from support.expert_runs import PLAN, opened, trained
+from support.expert_runs import CUT, opened, trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zeroshard_testing import on_ranks
@@ -200,13 +200,6 @@ def test_experts_of_ranks_far_apart(stage):
 @on_ranks(4)
 def test_tensor_ranks_hold_whole_experts(stage):
     check(Setting(residual=True), 2, stage, mesh=Mesh(data_shard=2, tensor=2))
-
-
-CUT = {
-    **PLAN,
-    "blocks.*.moe.deepspeed_moe.experts.deepspeed_experts.*.0": "colwise",
-    "blocks.*.moe.deepspeed_moe.experts.deepspeed_experts.*.2": "rowwise",
-}
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -15,6 +15,12 @@ from support.expert_models import Run, Setting, StarvingGate
 from zeroshard.core.mesh import Mesh
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+CUT = {
+    **PLAN,
+    "blocks.*.moe.deepspeed_moe.experts.deepspeed_experts.*.0": "colwise",
+    "blocks.*.moe.deepspeed_moe.experts.deepspeed_experts.*.2": "rowwise",
+}
+"""Tensor ranks share experts, too."""
 
 
 @contextlib.contextmanager

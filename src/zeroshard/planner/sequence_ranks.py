@@ -8,11 +8,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.comm.simulation import lone_group
 from zeroshard.core.mesh import Mesh
-from zeroshard.parallel.split import PipelineModel
 from zeroshard.sequence.all_to_all import gathered
 from zeroshard.sequence.token_positions import PositionExchange, TokenPositions
 
@@ -43,10 +42,9 @@ def sequence_attention(mesh: Mesh, rank: int) -> Iterator[None]:
         unregister()
 
 
-def as_cut(inputs: Any, model: nn.Module, mesh: Mesh) -> Any:
+def as_cut(inputs: Any, mesh: Mesh) -> Any:
     """A micro-batch of one rank's tokens as a rank of a pipeline has it after the cut of sequences."""
-    is_cut = isinstance(model, PipelineModel) and mesh.sequence > 1
-    if not is_cut or not isinstance(inputs, Mapping) or "labels" not in inputs:
+    if mesh.sequence == 1 or not isinstance(inputs, Mapping) or "labels" not in inputs:
         return inputs
     made = {name: value for name, value in inputs.items() if name != "labels"}
     made.setdefault("position_ids", torch.empty_like(made["input_ids"]))

@@ -121,10 +121,9 @@ def simulate(
     with _pretended(mesh, rank, target, known_nbytes, inputs), watch:
         inputs, labels = tree_map_only(torch.Tensor, _fake_like, (inputs, labels))
         model = build()
-        inputs = as_cut(inputs, model, mesh)
         arriving: Mapping[int, Sequence[Boundary]] = {}
         if isinstance(model, PipelineModel) and mesh.pipeline > 1:
-            arriving = _arriving(model, config, mesh, inputs)
+            arriving = _arriving(model, config, mesh, as_cut(inputs, mesh))
             del model
             gc.collect()  # cut layers are in cycles
             watch.forget_peaks()  # a run gets the shapes in messages
@@ -292,7 +291,8 @@ def _stepper(
         def whole() -> None:
             watch.phase = "forward"
             named = labels is None and isinstance(inputs, Mapping)
-            engine.train_batch(iter([inputs if named else (inputs, labels)] * count))
+            fed = as_cut(inputs, engine.mesh) if named else (inputs, labels)
+            engine.train_batch(iter([fed] * count))
 
         return whole
     if loss_fn is None:
