@@ -93,10 +93,14 @@ def model(setting: Setting, ep_size: int, dtype: torch.dtype = torch.float64, **
 
 
 def batches(setting: Setting, data: int) -> Tensor:
-    """Words, ``[steps, micro-batches, data ranks, samples, tokens]``."""
+    """Words, ``[steps, micro-batches, data ranks, samples, tokens]``.
+
+    Those of a rank's micro-batch differ: equal ones have equal probabilities, and then the last bits of
+    a product decide which of them keeps a place.
+    """
     draw = torch.Generator().manual_seed(7)
-    shape = (STEPS, setting.micro, data, SAMPLES, TOKENS)
-    return torch.randint(0, VOCAB, shape, generator=draw)
+    order = torch.rand(STEPS, setting.micro, data, VOCAB, generator=draw).argsort(-1)
+    return order[..., : SAMPLES * TOKENS].unflatten(-1, (SAMPLES, TOKENS))
 
 
 def loss_of(found: tuple[Tensor, Tensor], words: Tensor, balance: float = 0.01) -> Tensor:
