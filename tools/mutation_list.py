@@ -999,6 +999,22 @@ MUTATIONS = [
         "tests/parity/test_sequence_parallel.py::test_two_sequence_ranks_equal_one_process",
     ),
     Mutation(
+        "own-loss-of-a-pipeline-of-one-sequence-rank",
+        "engine/pipeline_sequences.py",
+        "model.loss_fn.over_ranks = None if made is None else made.mean",
+        "model.loss_fn.over_ranks = None",
+        "tests/parity/test_sequence_pipeline.py"
+        "::test_the_models_own_loss_is_the_mean_over_all_tokens",
+    ),
+    Mutation(
+        "accumulation-ends-with-the-first-piece",
+        "integrations/accelerate/sequences.py",
+        "at_end and number == self.sp_world_size",
+        "at_end",
+        "tests/compat/test_sequence_programs.py"
+        "::test_an_accumulation_ends_with_the_last_piece_of_the_last_batch",
+    ),
+    Mutation(
         "sequence-gradients-are-summed",
         "engine/draft.py",
         "(self.mesh.sequence if averages else 1)",
@@ -1174,6 +1190,27 @@ MUTATIONS = [
         "return _Kind(param.requires_grad and is_updated, row, ranks_of_layer(param, fqn))",
         "return _Kind(param.requires_grad and is_updated, row, 1)",
         "tests/parity/test_experts.py::test_two_ranks_that_share_experts_equal_one_process",
+    ),
+    Mutation(
+        "sums-of-experts-without-replicas",
+        "session/comm_session.py",
+        "self.experts[kind.experts] = TwoHopComm(self.experts[kind.experts], comms[0])",
+        "TwoHopComm(self.experts[kind.experts], comms[0])",
+        "tests/parity/test_experts.py::test_replicas_of_sharded_experts_equal_one_process",
+    ),
+    Mutation(
+        "experts-over-replicas-counted-in-one",
+        "engine/expert_units.py",
+        "positions=others.positions | positions,",
+        "positions=others.positions,",
+        "tests/parity/test_experts.py::test_replicas_shard_the_experts_of_which_each_has_one_copy",
+    ),
+    Mutation(
+        "gradients-of-experts-asked-of-one-replica",
+        "engine/expert_units.py",
+        "torch.tensor(draft.mesh.same_experts(rank, size), device=draft.device),",
+        "torch.tensor(draft.mesh.expert_group(rank, size), device=draft.device),",
+        "tests/parity/test_experts.py::test_a_gradient_in_one_replica_counts_in_all",
     ),
     Mutation(
         "results-of-experts-in-the-order-of-experts",

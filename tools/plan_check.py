@@ -257,7 +257,7 @@ def settings(case: Case, folder: str = "/tmp") -> dict[str, Any]:
     if case.pipeline > 1:
         cut |= {"parallel": {"pipeline": case.pipeline}, "gradient_accumulation_steps": 4}
     if case.sequence > 1:
-        cut |= {"parallel": {"sequence": case.sequence}}
+        cut["parallel"] = {**cut.get("parallel", {}), "sequence": case.sequence}
     return cut | {
         "train_micro_batch_size_per_gpu": case.size.batch,
         "gradient_clipping": 1.0,

@@ -35,12 +35,12 @@ class Expert(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, ep_size: int, drops: bool) -> None:
+    def __init__(self, ep_size: int, drops: bool, mesh: Mesh | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             MoE(
                 WIDTH, Expert, EXPERTS, ep_size, k=K, drop_tokens=drops, top2_2nd_expert_sampling=False,
-                capacity_factor=1.0, min_capacity=1,
+                capacity_factor=1.0, min_capacity=1, mesh=mesh,
             )
             for _ in range(LAYERS)
         )  # fmt: skip
@@ -62,9 +62,12 @@ def settings(stage: int, **keys: Any) -> dict[str, Any]:
 
 
 @cache
-def simulated(ranks: int, ep_size: int, stage: int, *, drops: bool = False) -> Simulation:
+def simulated(
+    ranks: int, ep_size: int, stage: int, *, drops: bool = False, replicas: int = 1
+) -> Simulation:
+    mesh = Mesh(data_replicate=replicas, data_shard=ranks // replicas)
     return simulate(
-        lambda: Net(ep_size, drops), settings(stage), BATCH, mesh=Mesh(data_shard=ranks), rank=1,
+        lambda: Net(ep_size, drops), settings(stage), BATCH, mesh=mesh, rank=1,
         loss_fn=lambda y, _: y.square().mean(),
     )  # fmt: skip
 
@@ -116,25 +119,50 @@ def test_the_worst_case_holds_the_tokens_of_all_ranks():
     assert said_of_experts([], None) == []
 
 
-@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize(("replicas", "holders"), [(1, 4), (2, 2), (4, 4)])
+@pytest.mark.parametrize("stage", [3, 1])
+def test_replicas_share_experts_only_if_each_has_them_once(stage, replicas, holders):
+    """Eight ranks, of which two share a layer."""
+    found = simulated(8, 2, stage, replicas=replicas)
+    own = LAYERS * ONE * EXPERTS // 2
+    dense = LAYERS * WIDTH * EXPERTS
+    state = own // (holders if stage == 3 else 1) + dense // (8 // replicas if stage == 3 else 1)
+    assert found.nbytes("parameters") == 4 * state
+    assert [each.holders for each in found.experts] == [holders]
+
+
+def test_tensor_ranks_hold_parts_of_experts_that_a_plan_names():
+    mesh, at = Mesh(data_shard=2, tensor=2), "layers.*.deepspeed_moe.experts.deepspeed_experts.*"
+    found = simulate(
+        lambda: Net(2, True, mesh), settings(1), BATCH, mesh=mesh, rank=3,
+        loss_fn=lambda y, _: y.square().mean(),
+        plan={f"{at}.up": "colwise", f"{at}.down": "rowwise"},
+    )  # fmt: skip
+    own = LAYERS * ONE * EXPERTS // 2 // 2
+    assert found.nbytes("parameters") == 4 * (own + LAYERS * WIDTH * EXPERTS)
+    assert [each.numel for each in found.experts] == [own]
+
+
+@pytest.mark.parametrize(("drops", "replicas"), [(False, 1), (True, 1), (True, 2)])
 @on_ranks(4)
-def test_a_run_holds_what_its_plan_says(drops):
+def test_a_run_holds_what_its_plan_says(drops, replicas):
     """States to the byte; with a capacity also what travels, and the peak."""
     torch.manual_seed(0)
     batch = torch.randn(TOKENS, WIDTH), None
     real = observe(
-        lambda: Net(2, drops), settings(3), batch, loss_fn=lambda y, _: y.square().mean()
-    )
+        lambda: Net(2, drops), settings(3, parallel={"data_replicate": replicas}), batch,
+        loss_fn=lambda y, _: y.square().mean(),
+    )  # fmt: skip
     state = [(row.category, row.tier, row.planned, row.measured) for row in real.memory]
     assert all(planned in (None, measured) for *_, planned, measured in state)
     if torch.distributed.get_rank() != 1:
         return
-    sent = {(row.op, row.name): row.sent_nbytes for row in real.traffic if row.name != "layers"}
+    sent = {(r.group, r.op, r.name): r.sent_nbytes for r in real.traffic if r.name != "layers"}
     torch.distributed.destroy_process_group()
-    plan = simulated(4, 2, 3, drops=drops)
+    plan = simulated(4, 2, 3, drops=drops, replicas=replicas)
     for category in ("parameters", "gradients", "master", "optimizer"):
         assert plan.nbytes(category) == real.nbytes(category), category
-    planned = {(row.op, row.name): row.sent_nbytes for row in plan.traffic if row.name != "layers"}
+    planned = {(r.group, r.op, r.name): r.sent_nbytes for r in plan.traffic if r.name != "layers"}
     assert planned == sent
     if drops:
         assert plan.peak_nbytes == pytest.approx(real.peak_nbytes, rel=0.02)

@@ -136,6 +136,17 @@ def test_stages_of_a_pipeline_need_what_their_plans_say():
             assert abs(off) <= plan_check.TOLERANCE, phase
 
 
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.full)])
+def test_stages_whose_ranks_share_sequences_need_what_their_plans_say(stage):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    case = plan_check.Case("llama", stage, False, "none", "p2p", 4, pipeline=2, sequence=2)
+    for real, plan in plan_check.run_and_plans(case, [0, 2]):
+        assert plan_check.differences(real, plan) == []
+        assert [repr(m) for m in real.messages] == [repr(m) for m in plan.messages] != []
+        for phase, off in plan_check.offs(real, plan).items():
+            assert abs(off) <= plan_check.TOLERANCE, phase
+
+
 @pytest.mark.parametrize("transport", PLANNED)
 @pytest.mark.parametrize(("full", "part", "dtype"), [(128, 63, "float32"), (128, 64, "float16")])
 def test_a_planned_transport_refuses_what_a_real_one_could_not_do(transport, full, part, dtype):

@@ -127,7 +127,13 @@ def test_what_does_not_fit_is_refused():
         train(by_name(1, {"tensor_parallel": {"autotp_size": 2}}))
     with pytest.raises(Exception, match=r"tensor: .* is 1, but ParallelismConfig.tp_size is 2"):
         train(by_name(1, {"parallel": {"tensor": 1}}, tp_size=2))
-    with pytest.raises(UsageError, match=r"sp_size=\.\.\.\): the loaders .* do not cut sequences"):
-        by_name(1, sp_size=2)
+    with pytest.raises(
+        UsageError, match=r"sp_size=2, tp_size=2\): with sequence ranks the loaders"
+    ):
+        by_name(1, sp_size=2, tp_size=2)
+    with pytest.raises(
+        UsageError, match=r"sequence_parallel_size: 2, .*=ParallelismConfig\(tp_size"
+    ):
+        by_name(1, {"sequence_parallel_size": 2})
     with pytest.raises(Exception, match=r"cp_size 2, which means ring attention"):
         train(by_name(1, cp_size=2))

@@ -164,6 +164,73 @@ def with_plugin(stage: int) -> Any:
     return Accelerator(deepspeed_plugin=plugin, parallelism_config=asked)
 
 
+def by_name(stage: int, steps: int = 1) -> Any:
+    """ZeroShard's Accelerator with two sequence ranks."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    from zeroshard.integrations.accelerate import Accelerator
+
+    forget()
+    zero = {"zero_optimization": {"stage": stage}, "gradient_clipping": tiny.CLIP}
+    asked = ParallelismConfig(sp_size=2)
+    return Accelerator(
+        cpu=True, config=zero, parallelism_config=asked, gradient_accumulation_steps=steps
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, group=False, timeout=120)
+@with_deepspeed
+def test_the_accelerator_of_zeroshard_shares_sequences_as_one_process_trains(stage):
+    accelerator = by_name(stage)
+    net = tiny.model(SETTING)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=tiny.LR)
+    loader = DataLoader(Rows(), batch_size=tiny.SAMPLES)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    assert accelerator.prepare(loader) is loader
+    assert accelerator.prepare_data_loader(loader) is loader
+    assert (len(loader), net.train_batch_size(), net.mesh.text) == (4, tiny.SAMPLES, "sequence 2")
+    losses, norms = [], []
+    for batch in list(loader)[: tiny.STEPS]:
+        labels = batch.pop("shift_labels")
+        assert batch["input_ids"].shape == (tiny.SAMPLES, tiny.TOKENS // 2)
+        loss = tiny.cross_entropy(net(**batch).logits, labels)
+        counted = (labels != -100).sum()
+        accelerator.backward(sequence.mean_over_tokens(loss, counted, accelerator.sequence_group))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(net.last_step.loss))
+        norms.append(net.get_global_grad_norm())
+    accelerator.free_memory()
+    expected = tiny.in_one_process(SETTING, 1)
+    near(losses, expected.losses)
+    near(norms, expected.norms)
+
+
+@on_ranks(2, group=False, timeout=120)
+@with_deepspeed
+def test_an_accumulation_ends_with_the_last_piece_of_the_last_batch():
+    accelerator = by_name(1, steps=4)
+    net = tiny.model(SETTING)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=tiny.LR)
+    loader = DataLoader(Rows(), batch_size=tiny.SAMPLES)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    ends = []
+    for batch in loader:
+        labels = batch.pop("shift_labels")
+        with accelerator.accumulate(net):
+            loss = tiny.cross_entropy(net(**batch).logits, labels)
+            counted = (labels != -100).sum()
+            accelerator.backward(
+                sequence.mean_over_tokens(loss, counted, accelerator.sequence_group)
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+            ends.append(accelerator.sync_gradients)
+    assert ends == [False, False, False, True]  # the third one is the first piece of the last batch
+    accelerator.free_memory()
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2, group=False, timeout=120)
 @with_deepspeed

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from support import expert_models as tiny
 from support.covering import each_value
 from support.expert_models import Run, Setting, StarvingGate
-from support.expert_runs import opened, trained
+from support.expert_runs import CUT, opened, trained
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zeroshard_testing import on_ranks
 
@@ -64,6 +65,73 @@ def test_two_ranks_that_share_experts_equal_one_process(stage):
 @on_ranks(4)
 def test_four_ranks_equal_one_process(setting, ep_size, stage):
     check(setting, ep_size, stage)
+
+
+def is_equal_on_replicas(run: Run) -> bool:
+    """Whether all ranks that hold the same experts have the same bits. The mesh has two replicas."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, run.params)
+    twin = everyone[(dist.get_rank() + len(everyone) // 2) % len(everyone)]
+    return all(torch.equal(param, twin[name]) for name, param in run.params.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(4)
+def test_replicas_shard_the_experts_of_which_each_has_one_copy(stage):
+    """Each rank of a replica has other experts, so the ranks that have the same are in other replicas."""
+    mesh, setting = Mesh(data_replicate=2, data_shard=2), Setting(micro=2, starved=(3,), hungry=1)
+    with opened(setting, 2, stage, mesh=mesh) as engine:
+        comm = engine._watch.experts[2]
+        assert comm.ranks == ((0, 2), (1, 3))[dist.get_rank() % 2]
+        found = trained(engine, setting)
+        assert is_equal_on_replicas(found)
+    assert_equal(found, tiny.in_one_process(setting, 4))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(8, timeout=180)
+def test_replicas_of_sharded_experts_equal_one_process(stage):
+    """Experts are gathered inside a replica; only their gradients are added over replicas."""
+    mesh, setting = Mesh(data_replicate=2, data_shard=4), Setting(k=1, starved=(3,), hungry=1)
+    with opened(setting, 2, stage, mesh=mesh) as engine:
+        comm = engine._watch.experts[2]
+        assert (comm.size, comm.replicas) == (2, 2)
+        found = trained(engine, setting)
+        sent = {op for op, numel in comm.outer.recorder.sent_numel.items() if numel}
+        assert sent <= {"reduce_scatter", "all_gather", "broadcast"}
+        calls = comm.outer.recorder.calls
+        assert calls["all_gather"] == calls["reduce_scatter"] > 0  # both of sums of gradients
+        assert is_equal_on_replicas(found)
+    assert_equal(found, tiny.in_one_process(setting, 8))
+
+
+class Picky(nn.Sequential):
+    """An expert with a parameter that gets a gradient, of zero, in the second of two replicas only."""
+
+    def __init__(self) -> None:
+        up, down = nn.Linear(tiny.WIDTH, tiny.INNER), nn.Linear(tiny.INNER, tiny.WIDTH)
+        super().__init__(up, nn.GELU(), down)
+        self.scale = nn.Parameter(torch.ones(tiny.WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        return found + 0 * self.scale if StarvingGate.data_rank > 1 else found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(4)
+def test_a_gradient_in_one_replica_counts_in_all(stage):
+    """Without a gradient weights do not decay. The two ranks with the expert are in other replicas."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "make_expert", Picky)
+        check(Setting(), 2, stage, mesh=Mesh(data_replicate=2, data_shard=2))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(4)
+def test_nodes_that_hold_every_state_are_replicas_of_experts(stage):
+    nodes = {"stage": stage, "hierarchy": {"inner": 2, "shard_over": "inner"}}
+    check(MICRO, 2, stage, zero_optimization=nodes)
 
 
 CPU = {"device": "cpu"}
@@ -132,6 +200,17 @@ def test_experts_of_ranks_far_apart(stage):
 @on_ranks(4)
 def test_tensor_ranks_hold_whole_experts(stage):
     check(Setting(residual=True), 2, stage, mesh=Mesh(data_shard=2, tensor=2))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(4)
+def test_tensor_ranks_share_each_expert(stage):
+    setting, mesh = Setting(starved=(3,), hungry=0), Mesh(data_shard=2, tensor=2)
+    with opened(setting, 2, stage, mesh=mesh, plan=CUT) as engine:
+        experts = engine.module.blocks[0].moe.deepspeed_moe.experts.deepspeed_experts
+        assert experts[0][0].weight.to_local().shape == (tiny.INNER // 2, tiny.WIDTH)
+        found = trained(engine, setting)
+    assert_equal(found, tiny.in_one_process(setting, 2))
 
 
 @on_ranks(4)

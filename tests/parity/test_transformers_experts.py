@@ -68,7 +68,7 @@ def in_one_process(family: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     return {name: param.detach() for name, param in net.named_parameters()}, norms
 
 
-def opened(family: str, stage: int, size: int, world: int) -> zeroshard.Engine:
+def opened(family: str, stage: int, size: int, world: int, **keys: Any) -> zeroshard.Engine:
     asked = config(
         stage,
         train_micro_batch_size_per_gpu=SAMPLES,
@@ -76,6 +76,7 @@ def opened(family: str, stage: int, size: int, world: int) -> zeroshard.Engine:
         gradient_clipping=CLIP,
         optimizer={"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
         expert_parallel={"enabled": True, "autoep_size": size},
+        **keys,
     )
     return zeroshard.initialize(model=model(family), config=asked)[0]
 
@@ -109,6 +110,16 @@ def test_families_equal_one_process(family, size, stage):
     engine = opened(family, stage, size, 4)
     try:
         check(engine, family, train(engine, slice(0, STEPS)))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(4)
+def test_replicas_share_stacked_experts(stage):
+    engine = opened("Qwen3Moe", stage, 2, 4, parallel={"data_replicate": 2})
+    try:
+        check(engine, "Qwen3Moe", train(engine, slice(0, STEPS)))
     finally:
         engine.close()
 

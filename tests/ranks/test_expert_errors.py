@@ -76,11 +76,13 @@ def test_what_does_not_fit_is_refused_on_every_rank():
 
 
 @on_ranks(4)
-def test_experts_beside_replicas_and_in_two_stages_are_refused():
+def test_experts_in_two_stages_or_over_replicas_are_refused():
     replicas = Mesh(data_replicate=2, data_shard=2)
-    assert "experts with replicas" in refusal(
-        nn.Sequential(MoE(4, nn.Linear(4, 4), 2, 2)), replicas
-    )
+    wide = refusal(nn.Sequential(MoE(4, nn.Linear(4, 4), 4, 4)), replicas)
+    assert "ep_size 4: the mesh is data_replicate 2 x data_shard 2" in wide
+    hpz = {"stage": 3, "zero_hpz_partition_size": 2}
+    both = refusal(nn.Sequential(First()), replicas, zero_optimization=hpz)
+    assert "zero_hpz_partition_size: 2, with data_replicate 2: replicas have two hops" in both
     stages = pipeline(Twice(), split=["last"], order=["first", "last"], loss_fn=nn.MSELoss())
     assert "in several pipeline stages" in refusal(
         stages, Mesh(pipeline=2, data_shard=2), gradient_accumulation_steps=2

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from support import expert_models as tiny
 from support.covering import each_value
 from support.expert_models import WIDTH, Setting
-from support.expert_runs import opened, trained
+from support.expert_runs import CUT, PLAN, opened, trained
 from torch import Tensor, nn
 from zeroshard_testing import on_ranks
 
@@ -61,10 +61,20 @@ def test_all_experts_are_written(ep_size, stage, far, tmp_path):
         one.load_state_dict(whole)
 
 
+@pytest.mark.parametrize("plan", [PLAN, CUT])
 @on_ranks(4)
-def test_experts_beside_tensor_ranks_are_written(tmp_path):
+def test_experts_beside_tensor_ranks_are_written(tmp_path, plan):
+    """Whole ones, and those that tensor ranks share."""
     mesh = Mesh(data_shard=2, tensor=2)
-    with opened(SETTING, 2, 3, mesh=mesh) as engine:
+    with opened(SETTING, 2, 3, mesh=mesh, plan=plan) as engine:
+        engine.save_16bit_model(tmp_path)
+        found = load_file(tmp_path / "model.safetensors")
+        assert_close(found, dict(tiny.model(SETTING, 1).named_parameters()))
+
+
+@on_ranks(4)
+def test_experts_of_replicas_are_written_once(tmp_path):
+    with opened(SETTING, 2, 3, mesh=Mesh(data_replicate=2, data_shard=2)) as engine:
         engine.save_16bit_model(tmp_path)
         found = load_file(tmp_path / "model.safetensors")
         assert_close(found, dict(tiny.model(SETTING, 1).named_parameters()))

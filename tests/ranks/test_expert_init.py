@@ -14,6 +14,7 @@ from torch import nn
 from zeroshard_testing import on_ranks
 
 import zeroshard
+from zeroshard.core.mesh import Mesh
 from zeroshard.parallel import MoE
 from zeroshard.zero import Init
 from zeroshard.zero.param_bucket import BucketedParameter
@@ -47,6 +48,22 @@ def test_the_results_are_those_of_one_process(ep_size):
     # A rank has a quarter of all experts, with some elements of padding.
     assert 2 * one <= kept[True] <= 2.5 * one
     with opened(setting, ep_size, 3, net=net) as engine:
+        run = trained(engine, setting)
+    expected = tiny.in_one_process(setting, 4)
+    assert run.norms == pytest.approx(expected.norms, rel=1e-12)
+    for name, param in run.params.items():
+        torch.testing.assert_close(param, expected.params[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("names_mesh", [True, False])
+@on_ranks(4)
+def test_replicas_build_the_experts_that_they_share(names_mesh):
+    """Also if only the engine learns of the replicas: it shards the parameters anew."""
+    setting, mesh = Setting(), Mesh(data_replicate=2, data_shard=2)
+    known = mesh if names_mesh else None
+    with Init(config=STAGE_3, dtype=torch.float64, mesh=known):
+        net = tiny.model(setting, 2, dtype=torch.float32, mesh=known)
+    with opened(setting, 2, 3, net=net, mesh=mesh) as engine:
         run = trained(engine, setting)
     expected = tiny.in_one_process(setting, 4)
     assert run.norms == pytest.approx(expected.norms, rel=1e-12)

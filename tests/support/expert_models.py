@@ -47,6 +47,10 @@ class StarvingGate(TopKGate):
         return found + away
 
 
+def make_expert() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH))
+
+
 class Block(nn.Module):
     def __init__(self, setting: Setting, ep_size: int, **more: Any) -> None:
         super().__init__()
@@ -54,7 +58,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
         self.moe = MoE(
             WIDTH,
-            lambda: nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH)),
+            lambda: make_expert(),
             setting.experts, ep_size, setting.k, drop_tokens=setting.drops, use_rts=False,
             use_residual=setting.residual, top2_2nd_expert_sampling=False, min_capacity=1,
             capacity_factor=setting.capacity, **more,
@@ -89,12 +93,13 @@ def model(setting: Setting, ep_size: int, dtype: torch.dtype = torch.float64, **
 
 
 def batches(setting: Setting, data: int) -> Tensor:
-    """Words, ``[steps, micro-batches, data ranks, samples, tokens]``. Those of a rank differ.
+    """Words, ``[steps, micro-batches, data ranks, samples, tokens]``.
 
-    Equal words would be equally probable at an expert, and rounding would say which of them is dropped.
+    Those of a rank's micro-batch differ: equal ones have equal probabilities, and then the last bits of
+    a product decide which of them keeps a place.
     """
     draw = torch.Generator().manual_seed(7)
-    order = torch.rand((STEPS, setting.micro, data, VOCAB), generator=draw).argsort(-1)
+    order = torch.rand(STEPS, setting.micro, data, VOCAB, generator=draw).argsort(-1)
     return order[..., : SAMPLES * TOKENS].unflatten(-1, (SAMPLES, TOKENS))
 
 

@@ -15,6 +15,12 @@ from support.expert_models import Run, Setting, StarvingGate
 from zeroshard.core.mesh import Mesh
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+CUT = {
+    **PLAN,
+    "blocks.*.moe.deepspeed_moe.experts.deepspeed_experts.*.0": "colwise",
+    "blocks.*.moe.deepspeed_moe.experts.deepspeed_experts.*.2": "rowwise",
+}
+"""Tensor ranks share experts, too."""
 
 
 @contextlib.contextmanager
@@ -25,6 +31,7 @@ def opened(
     dtype: torch.dtype = torch.float64,
     mesh: Mesh | None = None,
     net: Any = None,
+    plan: Any = PLAN,
     **keys: Any,
 ) -> Iterator[zeroshard.Engine]:
     asked = config(
@@ -35,7 +42,7 @@ def opened(
         **{"unit_min_numel": 1, "gradient_accumulation_steps": setting.micro, **keys},
     )
     net = tiny.model(setting, ep_size, dtype, mesh=mesh) if net is None else net
-    plan = None if mesh is None or mesh.tensor == 1 else PLAN
+    plan = None if mesh is None or mesh.tensor == 1 else plan
     engine, *_ = zeroshard.initialize(model=net, config=asked, mesh=mesh, plan=plan)
     try:
         yield engine

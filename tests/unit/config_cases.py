@@ -600,6 +600,15 @@ CASES: tuple[Case, ...] = (
         ),
     ),
     zero(
+        "node_size_auto",
+        {"stage": 3, "hierarchy": {"inner": "auto"}},
+        (
+            'zero_optimization.hierarchy.inner: "auto" is not possible: how many ranks of a shard group '
+            "share a host is not known from the configuration; write the number, such as 8 for hosts of "
+            "8 GPUs without tensor ranks"
+        ),
+    ),
+    zero(
         "hierarchy_without_nodes",
         {"stage": 3, "hierarchy": {"shard_over": "hybrid"}},
         (

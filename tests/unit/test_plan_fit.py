@@ -153,6 +153,20 @@ def test_sizes_of_an_axis():
     assert "has 2 samples in a step, fewer than the 4 micro-batches" in few[Sizes(None, 4)]
 
 
+def test_a_candidate_names_the_ranks_that_share_experts():
+    base = {"expert_parallel": {"autoep_size": 4, "enabled": True}, "parallel": {"expert": 4}}
+    made = [Candidate(Strategy(3), False, 2, 4, Sizes(expert=n)).config(base) for n in (1, 8, None)]
+    assert [own.get("parallel") for own in made] == [None, {"expert": 8}, {"expert": 4}]
+    assert [own["expert_parallel"] for own in made] == [
+        {"enabled": True}, {"enabled": True}, base["expert_parallel"],
+    ]  # fmt: skip
+    every = sizes_of({"expert": (), "tensor": (1, 2)}, ranks=16, machine=None, ranks_per_node=4)
+    assert every[:4] == [Sizes(1, None, 1), Sizes(1, None, 2), Sizes(1, None, 4), Sizes(2, None, 1)]
+    assert (
+        samples_by_sizes(32, every, ranks=16)[0][Sizes(2, None, 4)] == 4
+    )  # experts divide no samples
+
+
 def test_a_candidate_names_its_pipeline_stages_in_its_configuration():
     base = {"parallel": {"pipeline": 8, "data_replicate": 2}, "bf16": {"enabled": True}}
     made = [Candidate(Strategy(1), False, 2, 4, Sizes(None, n)).config(base) for n in (1, 4, None)]

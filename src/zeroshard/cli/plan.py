@@ -106,8 +106,8 @@ FitAxes = Annotated[
     typer.Option(
         metavar="AXES",
         help='The axes of the mesh that --fit may choose: "tensor", for all sizes that divide the '
-        'ranks and a node, "tensor=1,4", for these, "pipeline", or "tensor,pipeline". Default: the '
-        "mesh stays.",
+        'ranks and a node, "tensor=1,4", for these, "pipeline", "expert", or several of them, '
+        '"tensor,pipeline". Default: the mesh stays.',
     ),
 ]
 MachineName = Annotated[

@@ -74,7 +74,8 @@ _AS_THE_MODEL = (
 def _why(name: str) -> str:
     if name == "expert_tensor_parallel_size":
         return (
-            "experts are not cut over tensor ranks; each holds whole experts, with the same results. "
-            "For less memory let more ranks share them (autoep_size)"
+            "stacked experts of a model are not cut over tensor ranks; each holds whole experts, with "
+            "the same results. For less memory let more ranks share them (autoep_size), or use MoE "
+            "layers, whose experts a plan can cut"
         )
     return "routers and experts are those of the model, which sets this in its own configuration"

@@ -43,6 +43,9 @@ NOT_GUESSED = {
 """Keys whose "auto" is an error if no library has replaced it -> what to write."""
 
 
+_INNER = "zero_optimization.hierarchy.inner"
+
+
 def load_config(
     source: Source,
     *,
@@ -214,6 +217,12 @@ def _refuse_left_auto(found: Findings) -> None:
                 f'"auto" is left: libraries such as Transformers and Accelerate replace it, here nothing '
                 f"did, and a default would decide what is trained; write {write}",
             )
+    if _INNER in found.autos and _INNER not in found.rejected:
+        found.reject(
+            _INNER,
+            '"auto" is not possible: how many ranks of a shard group share a host is not known from the '
+            "configuration; write the number, such as 8 for hosts of 8 GPUs without tensor ranks",
+        )
 
 
 def _resolve_mesh(

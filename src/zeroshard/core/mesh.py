@@ -173,8 +173,36 @@ class Mesh:
             return shards[at % steps :: steps]
         return shards[at - at % size :][:size]
 
+    def same_experts(self, rank: int, size: int) -> tuple[int, ...]:
+        """The ranks that hold the same experts as ``rank``, those of all replicas, in order.
+
+        >>> mesh = Mesh(data_replicate=2, data_shard=4)
+        >>> mesh.same_experts(1, 2), mesh.expert_holders(1, 2), mesh.expert_replicas(2)
+        ((1, 3, 5, 7), (1, 3), 2)
+        >>> mesh.same_experts(1, 4), mesh.expert_holders(1, 4), mesh.expert_replicas(4)
+        ((1, 5), (1, 5), 1)
+        """
+        replicas = self.group(rank, {"data_replicate"})
+        return tuple(sorted(r for each in replicas for r in self._same_in_replica(each, size)))
+
+    def expert_replicas(self, size: int) -> int:
+        """How many copies of the sharded state of experts there are.
+
+        As many as of all else. But if each rank of a shard group has other experts, a replica could not
+        shard them, so the replicas share them: one copy.
+        """
+        return self.data_replicate if self.data_shard * self.sequence > size else 1
+
     def expert_holders(self, rank: int, size: int) -> tuple[int, ...]:
-        """The ranks of a shard group that hold the same experts as ``rank``, in order."""
+        """The ranks that share the shards of the experts of ``rank``, in order.
+
+        They are ranks of one replica, unless :meth:`expert_replicas` is 1.
+        """
+        if self.expert_replicas(size) < self.data_replicate:
+            return self.same_experts(rank, size)
+        return self._same_in_replica(rank, size)
+
+    def _same_in_replica(self, rank: int, size: int) -> tuple[int, ...]:
         shards = self.group(rank, SHARDS)
         at, steps = shards.index(rank), len(shards) // size
         if self.data_before_expert:
@@ -188,6 +216,10 @@ class Mesh:
     def expert_groups(self, size: int) -> list[tuple[int, ...]]:
         """All groups of :meth:`expert_group`."""
         return list({self.expert_group(rank, size): None for rank in range(self.world_size)})
+
+    def same_expert_groups(self, size: int) -> list[tuple[int, ...]]:
+        """All groups of :meth:`same_experts`."""
+        return list({self.same_experts(rank, size): None for rank in range(self.world_size)})
 
     def expert_holder_groups(self, size: int) -> list[tuple[int, ...]]:
         """All groups of :meth:`expert_holders`."""

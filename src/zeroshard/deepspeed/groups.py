@@ -63,7 +63,7 @@ class MeshGroups:
         found = cls(mesh, get_rank(), _opened_here())
         for size in {mesh.expert} - {1}:
             found._open_all(mesh.expert_groups(size))
-            found._open_all(mesh.expert_holder_groups(size))
+            found._open_all(mesh.same_expert_groups(size))
         if mesh.is_data_only:
             return found
         for dims in OPENED:
@@ -168,7 +168,7 @@ class MeshGroups:
 
     def _same_experts(self, group_name: str) -> tuple[int, ...]:
         size = self._expert_size(group_name)
-        return self.mesh.expert_holders(self._rank, size) if size > 1 else self.ranks(HOLDERS)
+        return self.mesh.same_experts(self._rank, size) if size > 1 else self.ranks(HOLDERS)
 
     def _expert_size(self, group_name: str) -> int:
         _, found, size = group_name.rpartition("ep_size_")

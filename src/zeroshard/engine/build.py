@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -33,11 +33,17 @@ from zeroshard.engine.build_runtime import FirstValues, build_runtime
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
-from zeroshard.engine.expert_units import agreed_layers, connect_experts, expert_parts
+from zeroshard.engine.expert_units import (
+    agreed_layers,
+    connect_experts,
+    names_over_replicas,
+    with_experts,
+)
 from zeroshard.engine.non_finite import NanPolicy, nan_policy
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake, is_simulated
 from zeroshard.engine.param_groups import groups_in_words
+from zeroshard.engine.pipeline_sequences import share_sequences
 from zeroshard.engine.restarts import tell_launcher
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.tied_units import (
@@ -202,6 +208,7 @@ def _assemble(
     )
     check_options(draft, watch)
     connect_experts(draft, watch)
+    share_sequences(draft)
     after_bad_step = nan_policy(settings, scales_loss=scales_loss(settings, policy))
     if watch.gathers.transport == "fake":  # without other ranks gradients have no meaning
         after_bad_step = None
@@ -340,7 +347,7 @@ def _exchange(
         device=draft.device,
         divergence=watch.divergence,
         order=order,
-        others=replace(tied, experts=expert_parts(draft, watch, runtime.reducer.buffers)),
+        others=with_experts(tied, draft, watch, runtime.units, runtime.reducer.buffers),
     )
 
 
@@ -379,14 +386,15 @@ def _counts(draft: Draft, watch: CommSession) -> Callable[[Slot], bool]:
 
     Of the shard groups that hold the same part the first one saves it: that of the first replica, and of
     the first tensor coordinate with this part. What is tied over pipeline ranks is sharded over replicas
-    as well.
+    as well, and so are some experts.
     """
     mesh, rank = draft.mesh, draft.rank_info.rank
     at = mesh.coordinate(rank)
     has_replicas = watch.gathers.size < len(mesh.group(rank, HOLDERS))
     is_later, place = has_replicas and at["data_replicate"] > 0, at["tensor"]
-    tied = {slot.fqn for spec in draft.specs if spec.tie for slot in spec.layout.slots}
-    return lambda slot: (not is_later or slot.fqn in tied) and is_counted(slot, place)
+    apart = {slot.fqn for spec in draft.specs if spec.tie for slot in spec.layout.slots}
+    apart |= names_over_replicas(draft)
+    return lambda slot: (not is_later or slot.fqn in apart) and is_counted(slot, place)
 
 
 def scales_loss(settings: Config, policy: Policy) -> bool:

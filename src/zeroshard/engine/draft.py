@@ -191,7 +191,7 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
     Raises:
         UsageError: a pipeline mesh without a model that is cut, the schedule cannot run with these sizes,
             or the model checkpoints nothing by itself.
-        UnsupportedError: the model was built under ``zero.Init``, or there are sequence ranks.
+        UnsupportedError: the model was built under ``zero.Init``.
     """
     if not isinstance(model, PipelineModel):
         if mesh.pipeline > 1:
@@ -208,11 +208,6 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
         )
     if mesh.pipeline == 1:
         return
-    if mesh.sequence > 1:
-        raise UnsupportedError(
-            f"the mesh is {mesh.text}: sequence ranks inside a pipeline are not supported. Use tensor "
-            "ranks or activation checkpointing in a pipeline, or sequence ranks without one."
-        )
     if any(owner_of(param) is not None for param in model.parameters()):
         raise UnsupportedError(f"{_INIT}, and a pipeline rank has other parameters. {_NO_INIT}")
     per_rank = max(1, len(model.stages) // mesh.pipeline)

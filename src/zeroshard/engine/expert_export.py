@@ -73,8 +73,8 @@ class SharedExperts:
         self, unit: Unit, slots: Sequence[Slot], full_N: Tensor
     ) -> Iterator[tuple[str, Tensor]]:
         """First name and global tensor of each of :meth:`named`, in its order, on rank 0. Collective."""
+        params = dict(zip((slot.fqn for slot in unit.layout.slots), unit.params, strict=True))
         if unit.name not in self.units:
-            params = dict(zip((slot.fqn for slot in unit.layout.slots), unit.params, strict=True))
             for slot in slots:
                 local = full_N[slot.start : slot.stop].view(slot.shape).detach()
                 yield slot.fqn, self._whole(slot, params[slot.fqn], local)
@@ -82,8 +82,10 @@ class SharedExperts:
         size = ranks_of_layer(unit.params[0], unit.name)
         for place, names_of_place in enumerate(self.units[unit.name]):
             for slot, names in zip(slots, names_of_place, strict=True):
-                own = full_N[slot.start : slot.stop].view(slot.shape).detach()
-                yield names[0], self._sent(own, size, place, slot.shape)
+                local = full_N[slot.start : slot.stop].view(slot.shape).detach()
+                own = whole_of(params[slot.fqn], local)  # of an expert that tensor ranks share
+                shape = slot.shape if slot.block is None else slot.block.shape
+                yield names[0], self._sent(own, size, place, shape)
 
     def values_of_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Name and values of ``buffers``; values on rank 0. Collective."""

@@ -7,16 +7,19 @@ the model (ADR 0019). The layers send tokens between the ranks that share them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from zeroshard.core.layout import is_split
 from zeroshard.engine.draft import Draft
 from zeroshard.experts.layer import MoE
 from zeroshard.experts.placement import expert_layers
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.gradients import GradBuffer
-from zeroshard.zero.mesh_norm import ExpertParts
+from zeroshard.zero.mesh_norm import ExpertParts, OtherHolders
+from zeroshard.zero.unit import Unit
 
 
 def agreed_layers(draft: Draft) -> dict[str, str]:
@@ -93,18 +96,49 @@ def connect_experts(draft: Draft, watch: CommSession) -> None:
         watch.leave.append(layer.disconnect)
 
 
-def expert_parts(
+def with_experts(
+    others: OtherHolders,
+    draft: Draft,
+    watch: CommSession,
+    units: Sequence[Unit],
+    buffers: Sequence[GradBuffer],
+) -> OtherHolders:
+    """``others``, and what the exchange of a step needs to know of experts."""
+    over_replicas = names_over_replicas(draft)
+    positions = {
+        position
+        for unit in units
+        for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
+        if slot.fqn in over_replicas
+    }
+    return replace(
+        others,
+        positions=others.positions | positions,
+        experts=_expert_parts(draft, watch, buffers),
+    )
+
+
+def names_over_replicas(draft: Draft) -> set[str]:
+    """The parameters of experts of which there is one sharded copy, though there are replicas."""
+    return {
+        slot.fqn
+        for spec in draft.specs
+        if spec.experts > 1 and draft.mesh.expert_replicas(spec.experts) == 1
+        for slot in spec.layout.slots
+    }
+
+
+def _expert_parts(
     draft: Draft, watch: CommSession, buffers: Sequence[GradBuffer]
 ) -> list[ExpertParts]:
-    """What the exchange of a step needs to know of experts."""
     sizes = {spec.name: spec.experts for spec in draft.specs}
     rank = draft.rank_info.rank
     return [
         ExpertParts(
             comm,
-            torch.tensor(draft.mesh.expert_holders(rank, size), device=draft.device),
+            torch.tensor(draft.mesh.same_experts(rank, size), device=draft.device),
             [
-                sizes[buffer.unit.name] == size and slot.block is None
+                sizes[buffer.unit.name] == size and not is_split(slot, "expert")
                 for buffer in buffers
                 for slot in buffer.unit.layout.slots
             ],

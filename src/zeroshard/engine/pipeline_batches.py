@@ -17,7 +17,7 @@ from zeroshard.errors import UsageError
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
 
-_NO_DATA, _BAD_BATCH, _SHAPES_DIFFER, _BAD_INPUTS, _PART_BY_PART = 1, 2, 3, 4, 5
+_NO_DATA, _BAD_BATCH, _SHAPES_DIFFER, _BAD_INPUTS, _PART_BY_PART, _NOT_CUT = range(1, 7)
 _TEXTS = {
     _NO_DATA: "got no data_iter. The ranks with the first and with the last stage need one",
     _BAD_BATCH: "got a batch that is not a pair (inputs, labels), and not a mapping with labels",
@@ -27,6 +27,9 @@ _TEXTS = {
     "buffers before it receives, so pad the micro-batches of a step to one shape",
     _PART_BY_PART: "runs the pipeline by instructions of its program, and other ranks do not, so they "
     "would wait for messages in different orders. Change instructions and schedules on every rank",
+    _NOT_CUT: "got a micro-batch that cannot be cut over sequence ranks; its log says why. It needs "
+    "input_ids and labels [samples, tokens], of which the ranks can divide the tokens, and padding after "
+    "the samples only",
 }
 
 
@@ -43,14 +46,16 @@ def agreed_batches(
         StopIteration: no rank has any.
     """
     count = engine.accumulation.steps if count is None else count
-    batches = [] if data_iter is None else _taken(data_iter, count)
-    fault = _NO_DATA if needs and data_iter is None else _fault_of(batches)
-    given, bits = batches, 0
     model: PipelineModel = engine.module
+    batches, checksum, is_cut = _taken(model, data_iter, count)
+    fault = _fault_of(batches) if is_cut else _NOT_CUT
+    if needs and data_iter is None:
+        fault = _NO_DATA
+    given, bits = batches, 0
     if model.input_names is not None and not fault:
         given, bits, fault = _by_name(batches, model.input_names)
     own = torch.tensor(
-        [fault, -1 if data_iter is None else len(batches), count, bits],
+        [fault, -1 if data_iter is None else len(batches), count, bits, checksum],
         dtype=torch.float64,
         device=engine.device,
     )
@@ -70,7 +75,9 @@ def agree_on_parts(engine: Any, *, training: bool) -> None:
     Raises:
         UsageError: ranks differ; the same on every rank.
     """
-    own = torch.tensor([_PART_BY_PART, training, 0, 0], dtype=torch.float64, device=engine.device)
+    own = torch.tensor(
+        [_PART_BY_PART, training, 0, 0, 0], dtype=torch.float64, device=engine.device
+    )
     rows = engine._watch.world.all_gather_small(own, name="batches of the step")
     if is_fake(rows):
         return
@@ -88,10 +95,10 @@ def agree_on_parts(engine: Any, *, training: bool) -> None:
 def _check_rows(model: PipelineModel, rows: list[list[float]], count: int) -> None:
     """Raise what :func:`agreed_batches` raises.
 
-    ``rows``: of each rank the fault, the number of batches, of micro-batches per step, and the names of
-    inputs as bits.
+    ``rows``: of each rank the fault, the number of batches, of micro-batches per step, the names of
+    inputs as bits, and a checksum.
     """
-    for rank, (found, _, steps, _) in enumerate(rows):
+    for rank, (found, _, steps, *_) in enumerate(rows):
         if found:
             raise UsageError(f"rank {rank} {_TEXTS[int(found)]}.")
         if steps != rows[0][2]:
@@ -100,7 +107,9 @@ def _check_rows(model: PipelineModel, rows: list[list[float]], count: int) -> No
                 f"and rank 0 runs {int(rows[0][2])}, so one stage would wait for messages that another "
                 "does not send. Set the same number on every rank."
             )
-    counts = {rank: int(held) for rank, (_, held, _, _) in enumerate(rows) if held >= 0}
+    if model.batch_cut is not None:
+        model.batch_cut.compare([row[4] for row in rows])
+    counts = {rank: int(held) for rank, (_, held, *_) in enumerate(rows) if held >= 0}
     if not any(counts.values()):
         raise StopIteration
     for rank, held in counts.items():
@@ -141,9 +150,15 @@ def _agree_on_names(model: PipelineModel, names: Sequence[str], bits: Mapping[in
             )
 
 
-def _taken(data_iter: Iterable[Any], count: int) -> list[Any]:
-    """At most ``count`` items."""
-    return [as_pair(batch) for _, batch in zip(range(count), data_iter, strict=False)]
+def _taken(
+    model: PipelineModel, data_iter: Iterable[Any] | None, count: int
+) -> tuple[list[Any], float, bool]:
+    """At most ``count`` micro-batches, and what :meth:`SequenceCut.cut` says of them."""
+    items = [batch for _, batch in zip(range(count), data_iter or (), strict=False)]
+    if model.batch_cut is None:
+        return [as_pair(batch) for batch in items], 0.0, True
+    found, checksum, is_cut = model.batch_cut.cut(items)
+    return [as_pair(batch, "shift_labels") for batch in found], checksum, is_cut
 
 
 def _fault_of(batches: Sequence[Any]) -> int:

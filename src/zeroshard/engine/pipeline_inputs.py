@@ -8,10 +8,13 @@ from typing import Any
 from torch import Tensor
 
 
-def as_pair(batch: Any) -> Any:
-    """A mapping with labels, as collators of Transformers make it, as ``(inputs, labels)``."""
-    if isinstance(batch, Mapping) and "labels" in batch:
-        return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
+def as_pair(batch: Any, key: str = "labels") -> Any:
+    """A mapping with labels, as collators of Transformers make it, as ``(inputs, labels)``.
+
+    ``key``: of the labels.
+    """
+    if isinstance(batch, Mapping) and key in batch:
+        return {name: value for name, value in batch.items() if name != key}, batch[key]
     return batch
 
 

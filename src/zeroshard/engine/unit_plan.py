@@ -21,7 +21,7 @@ from torch import nn
 
 from zeroshard.comm.dtensors import local_of
 from zeroshard.config import Config
-from zeroshard.core.layout import Slot, SlotBlock, UnitLayout, pack
+from zeroshard.core.layout import Slot, SlotBlock, UnitLayout, is_split, pack
 from zeroshard.core.nbytes import StateBytes, UnitBytes
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.wrapping import WrapPlan, largest_block_numel, plan_wrapping
@@ -106,6 +106,7 @@ def plan_units(
         blocks=blocks,
         own_numel=config.unit_min_numel if is_split else None,
         max_numel=config.unit_max_numel,
+        replicas=num_holders // num_shards,
     )
     if isinstance(model, PipelineModel):
         tied = _specs_of_ties(model, cut, num_shards, num_holders)
@@ -240,6 +241,12 @@ class _Cut:
     blocks: Mapping[str, SlotBlock]
     own_numel: int | None
     max_numel: int
+    replicas: int
+
+    def shards_of(self, kind: _Kind, num_shards: int) -> int:
+        """How many ranks shard a unit; of experts those of ``core.mesh: Mesh.expert_holders``."""
+        same = num_shards // kind.experts
+        return self.replicas if same == 1 < kind.experts else same
 
     def specs_of(self, wrapped: WrapPlan, num_shards: int) -> list[UnitSpec]:
         """The units of a wrapped module."""
@@ -264,7 +271,7 @@ class _Cut:
                 name = ":".join([part, *tags]) if len(kinds) > 1 else part
                 layout = pack(
                     [(fqn, shapes[fqn]) for fqn in held],
-                    num_shards=num_shards // kind.experts,
+                    num_shards=self.shards_of(kind, num_shards),
                     whole=is_whole,
                     blocks=self.blocks,
                 )
@@ -325,7 +332,7 @@ def layout_lines(specs: Iterable[UnitSpec]) -> list[str]:
     lines = []
     for s in specs:
         for slot in s.layout.slots:
-            name = slot.fqn if s.experts == 1 or slot.block is not None else "of an expert"
+            name = slot.fqn if s.experts == 1 or is_split(slot, "expert") else "of an expert"
             shape = slot.shape if slot.block is None else slot.block.shape
             kind = f"{str(s.row.param).removeprefix('torch.')}{'' if s.trainable else ', frozen'}"
             lines.append(f"{name} {list(shape)}, {kind}, in unit {s.name}")
@@ -335,13 +342,12 @@ def layout_lines(specs: Iterable[UnitSpec]) -> list[str]:
 def _shared(slot: Slot, *, has_experts: bool) -> tuple[object, ...]:
     """What ranks must share of a slot: its name, its position, and the global tensor.
 
-    Of experts those with the same position: their names differ.
+    Of experts those with the same position: their names differ, unless they are parts of one tensor.
     """
     block = slot.block
-    if has_experts and block is None:
-        return "", slot.start, slot.shape
+    name = "" if has_experts and not is_split(slot, "expert") else slot.fqn
     rest = (slot.shape,) if block is None else (block.shape, sorted(block.split), block.largest)
-    return slot.fqn, slot.start, *rest
+    return name, slot.start, *rest
 
 
 def probed(optimizer: torch.optim.Optimizer, policy: Policy) -> dict[torch.dtype, Probe]:

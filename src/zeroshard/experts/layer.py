@@ -134,9 +134,9 @@ class MoE(nn.Module):
     ``use_rts``. Without ``drop_tokens`` none is dropped, and results do not depend on ``ep_size``.
     ``use_residual``: adds a dense expert (arXiv 2201.05596). ``noisy_gate_policy``: None, ``"Jitter"``
     or ``"RSample"``. ``top2_2nd_expert_sampling``: draw the second expert for ``k=2``. ``use_tutel``
-    has no effect. ``enable_expert_tensor_parallelism``: tensor ranks hold whole experts all the same,
-    and a warning says so. ``mesh``: the mesh of the run, if it has tensor ranks and ``expert`` is a
-    function.
+    has no effect. ``enable_expert_tensor_parallelism``: says that a plan cuts the layers of the experts
+    over tensor ranks; if none does, they hold whole experts, and a warning says so. ``mesh``: the mesh of
+    the run, if it has tensor ranks and ``expert`` is a function.
 
     Raises:
         UsageError: numbers do not divide, or there are too few ranks.

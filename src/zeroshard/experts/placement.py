@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from torch import nn
 
+from zeroshard.comm.dtensors import KINDS
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.experts.layer import Experts, MoE
@@ -34,7 +35,7 @@ def place_experts(
 
     Raises:
         UsageError: a layer's ``ep_size`` does not fit the mesh, or an expert has no name of its own.
-        UnsupportedError: the mesh has replicas, or stacked experts that ranks share have buffers.
+        UnsupportedError: stacked experts that ranks share have buffers.
     """
     if mesh.expert > 1:
         share_stacks(model, mesh, rank, origin, whole)
@@ -51,11 +52,6 @@ def place_experts(
             "that ranks can share. Use a model of Transformers with a plan for its experts, or "
             f"zeroshard.parallel.MoE (deepspeed.moe.layer.MoE) with ep_size={mesh.expert}. Or leave the "
             "size out: ZeRO then shards experts as all other parameters."
-        )
-    if found and mesh.data_replicate > 1:
-        raise UnsupportedError(
-            f"the mesh is {mesh.text}, and {found[0]} ranks share the experts of a layer: experts with "
-            "replicas are not supported. Use data_shard instead of data_replicate."
         )
     return found
 
@@ -85,11 +81,14 @@ def _place_layer(
         )
     if layer.ep_size > 1:
         mesh.check_experts(layer.ep_size)
-    if layer.enable_expert_tensor_parallelism and mesh.tensor > 1 and rank == 0:
+    is_cut = any(type(param) in KINDS for param in layer.deepspeed_moe.experts.parameters())
+    if layer.enable_expert_tensor_parallelism and mesh.tensor > 1 and rank == 0 and not is_cut:
         logger.warning(
-            "the MoE layer %r asks for enable_expert_tensor_parallelism, but each of the %d tensor ranks "
-            "holds whole experts. Results are the same; experts take %d times the memory.",
-            *(name, mesh.tensor, mesh.tensor),
+            "the MoE layer %r asks for enable_expert_tensor_parallelism, but the plan of the tensor "
+            "ranks does not name the layers of its experts, so each of the %d tensor ranks holds whole "
+            "experts. Results are the same; experts take %d times the memory. Give these layers styles "
+            "in the plan: %s.deepspeed_moe.experts.deepspeed_experts.*.LAYER",
+            *(name, mesh.tensor, mesh.tensor, name),
         )
     if layer.ep_size > 1:
         layer.move_to(mesh.expert_place(rank, layer.ep_size), may_rename=may_rename)

@@ -282,7 +282,9 @@ def _refuse(args: Any, config: dict[str, Any]) -> None:
     refused = {
         "deepspeed": "it trains with DeepSpeed; zeroshard_config accepts the same file",
         "fsdp": "it would shard the model a second time",
-        "parallelism_config": "the engine shards over all ranks",
+        "parallelism_config": "this Trainer gives each rank samples of its own, so it knows no tensor or "
+        "sequence ranks. For them use transformers.Trainer with deepspeed=, where import deepspeed "
+        "imports ZeroShard (zeroshard launch --as-deepspeed)",
         "fp16_full_eval": "an engine evaluates in the dtype in which it trains",
         "bf16_full_eval": "an engine evaluates in the dtype in which it trains",
         "torch_compile": "hooks gather the parameters; compile parts of the model before training",

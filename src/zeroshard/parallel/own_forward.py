@@ -286,18 +286,30 @@ def cut_own_forward(
     return OwnForwardModel(model, parent, places, ForwardTrace(model, parent, inputs), **keys)
 
 
-def own_loss(model: nn.Module) -> Callable[[Any, Any], Tensor] | None:
+class OwnLoss:
+    """The loss of a Transformers model with the configuration ``text``, of its output and labels.
+
+    ``over_ranks(loss, labels)``: the mean over ranks that share a sequence. Labels are shifted then.
+    """
+
+    def __init__(self, loss: Callable[..., Tensor], text: Any) -> None:
+        self._loss, self._text = loss, text
+        self.over_ranks: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def __call__(self, output: Any, labels: Tensor) -> Tensor:
+        size = self._text.vocab_size
+        if self.over_ranks is None:
+            return self._loss(logits=output.logits, labels=labels, vocab_size=size)
+        own = self._loss(logits=output.logits, labels=None, shift_labels=labels, vocab_size=size)
+        return self.over_ranks(own, labels)
+
+
+def own_loss(model: nn.Module) -> OwnLoss | None:
     """The loss that a Transformers model computes from its logits and labels; None for other models."""
     loss, config = getattr(model, "loss_function", None), getattr(model, "config", None)
     if loss is None or config is None:
         return None
-    text = text_config(config)
-
-    def of(output: Any, labels: Any) -> Tensor:
-        found: Tensor = loss(logits=output.logits, labels=labels, vocab_size=text.vocab_size)
-        return found
-
-    return of
+    return OwnLoss(loss, text_config(config))
 
 
 def _use_own_initialisation(model: nn.Module) -> None:

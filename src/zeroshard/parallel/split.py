@@ -116,6 +116,8 @@ class PipelineModel(nn.Module):
     """Names of the inputs of forward, if every stage gets all inputs of a micro-batch; else None."""
     given_names: tuple[str, ...] = ()
     """Those of :attr:`input_names` that the micro-batches of the running step have."""
+    batch_cut: Any = None
+    """Cuts micro-batches over sequence ranks (``engine.pipeline_sequences``); None: there are none."""
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from math import gcd
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import nn
 from zeroshard.config.machine_file import MachineFile
 from zeroshard.core.mesh import DIMS
 from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.experts.layer import MoE
+from zeroshard.experts.placement import expert_layers
+from zeroshard.experts.stacked import planned_stacks
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.parallel.tensor_plan import decide
 from zeroshard.planner.candidates import SCHEDULE, Sizes
@@ -23,8 +27,10 @@ NODE_RANKS = 8
 MOST_STAGES = 8
 """The most pipeline stages that are tried if no numbers are named."""
 
-SEARCHED = ("tensor", "pipeline")
+SEARCHED = ("tensor", "pipeline", "expert")
 """The axes of a mesh that can be searched."""
+
+_SEARCHED = "The axes that can be searched are tensor, pipeline and expert."
 
 
 def read_axes(text: str) -> dict[str, tuple[int, ...]]:
@@ -64,13 +70,8 @@ def _check_name(name: str) -> None:
             if name == "sequence"
             else "how many ranks share the samples of a step follows from the other axes"
         )
-        raise UsageError(
-            f"--fit-axes names {name}: {why}. The axes that can be searched are tensor and pipeline."
-        )
-    raise UsageError(
-        f"--fit-axes names {name!r}, which is not an axis of a mesh. The axes that can be searched are "
-        "tensor and pipeline."
-    )
+        raise UsageError(f"--fit-axes names {name}: {why}. {_SEARCHED}")
+    raise UsageError(f"--fit-axes names {name!r}, which is not an axis of a mesh. {_SEARCHED}")
 
 
 def sizes_of(
@@ -81,6 +82,8 @@ def sizes_of(
     ranks_per_node: int | None = None,
 ) -> list[Sizes]:
     """The meshes to try, those with fewer ranks for a copy of the model first, and of these pipelines.
+
+    Of meshes that are equal in both, those in which fewer ranks share experts come first.
 
     ``axes``: as :func:`read_axes` gives them. ``ranks_per_node``: instead of those of the machine.
 
@@ -95,8 +98,32 @@ def sizes_of(
         )
     if "pipeline" in axes:
         stages = pipeline_sizes(axes["pipeline"], ranks=ranks)
-    found = [Sizes(tensor, pipeline) for tensor in tensors for pipeline in stages]
-    return sorted(found, key=lambda own: ((own.tensor or 1) * (own.pipeline or 1), own.tensor or 1))
+    experts: Sequence[int | None] = (None,)
+    if "expert" in axes:
+        node = ranks_per_node or _devices_per_node(machine) or NODE_RANKS
+        experts = expert_sizes(axes["expert"], ranks=ranks, node=node)
+    found = [Sizes(*sizes) for sizes in product(tensors, stages, experts)]
+    return sorted(
+        found,
+        key=lambda own: (
+            (own.tensor or 1) * (own.pipeline or 1), own.tensor or 1, own.expert or 1,
+        ),
+    )  # fmt: skip
+
+
+def expert_sizes(asked: Sequence[int], *, ranks: int, node: int) -> tuple[int, ...]:
+    """The numbers of ranks that share experts to try: ``asked``, or all that divide the run and a node.
+
+    Raises:
+        UsageError: a size does not divide the ranks of the run.
+    """
+    for size in asked:
+        if ranks % size:
+            raise UsageError(
+                f"--fit-axes: {size} ranks that share experts do not divide --ranks {ranks}. Sizes that "
+                f"do: {_listed(_divisors(ranks))}."
+            )
+    return tuple(asked) or _divisors(gcd(ranks, node))
 
 
 def pipeline_sizes(asked: Sequence[int], *, ranks: int) -> tuple[int, ...]:
@@ -132,8 +159,8 @@ def tensor_sizes(
         UsageError: a size does not divide the ranks of the run or of a node.
     """
     node, named = ranks_per_node, "--ranks-per-node"
-    if node is None and machine is not None and machine.devices_per_node is not None:
-        node, named = round(machine.devices_per_node.value), repr(machine.name)
+    if node is None and machine is not None:
+        node, named = _devices_per_node(machine), repr(machine.name)
     for size in asked:
         if ranks % size:
             raise UsageError(
@@ -147,6 +174,11 @@ def tensor_sizes(
                 f"{_listed(_divisors(gcd(ranks, node)))}."
             )
     return tuple(asked) or _divisors(gcd(ranks, node or NODE_RANKS))
+
+
+def _devices_per_node(machine: MachineFile | None) -> int | None:
+    known = None if machine is None else machine.devices_per_node
+    return None if known is None else round(known.value)
 
 
 def _divisors(number: int) -> tuple[int, ...]:
@@ -218,6 +250,8 @@ def refused_by_model(build: Callable[[], nn.Module], sizes: Sequence[Sizes]) -> 
     by_axis: dict[tuple[str, int], str] = {}
     with fake_tensors():
         model = build()
+        for size in {each.expert for each in sizes if each.expert is not None}:
+            by_axis["expert", size] = _expert_refusal(model, size)
         for axis, check in (("tensor", _tensor_refusal), ("pipeline", _pipeline_refusal)):
             for size in {each.by_axis.get(axis, 1) for each in sizes} - {1}:
                 by_axis[axis, size] = check(model if axis == "tensor" else build(), size)
@@ -226,6 +260,25 @@ def refused_by_model(build: Callable[[], nn.Module], sizes: Sequence[Sizes]) -> 
         if why := next(filter(None, reasons), ""):
             found[each] = why
     return found
+
+
+def _expert_refusal(model: nn.Module, size: int) -> str:
+    inner = model.inner if isinstance(model, PipelineModel) else model
+    layers = [each for each in expert_layers(inner).values() if isinstance(each, MoE)]
+    fixed = sorted({layer.ep_size for layer in layers})
+    if fixed and fixed != [size]:
+        return (
+            f"the program gives its MoE layers ep_size {_listed(fixed)}, which a search cannot change; "
+            "name that number, or change ep_size in the program"
+        )
+    stacks = planned_stacks(inner)
+    if size > 1 and not fixed and not stacks:
+        return "no layer of the model has experts that ranks can share"
+    odd = [name for name, module in stacks.items() if int(module.num_experts) % size]  # type: ignore[arg-type]
+    if odd:
+        experts = inner.get_submodule(odd[0]).num_experts
+        return f"{size} ranks cannot share the {experts} experts of {odd[0]} equally"
+    return ""
 
 
 def _tensor_refusal(model: nn.Module, size: int) -> str:

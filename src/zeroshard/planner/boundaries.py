@@ -51,7 +51,8 @@ def _named_inputs(
 ) -> Mapping[int, Sequence[Boundary]]:
     """Those of a model with a forward of its own: hidden states, and the inputs of the micro-batch."""
     if isinstance(inputs, Mapping):
-        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        aside = ("labels", "shift_labels")
+        inputs = {name: value for name, value in inputs.items() if name not in aside}
     given = named_inputs(inputs, names)
     if given is None:
         raise UsageError(

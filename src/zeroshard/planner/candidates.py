@@ -47,10 +47,12 @@ first level neither gather parameters for forward nor offload anything."""
 
 
 class Sizes(NamedTuple):
-    """Tensor ranks and pipeline stages of a mesh. None: as the configuration says."""
+    """Tensor ranks and pipeline stages of a mesh, and ranks that share experts. None: as the
+    configuration says."""
 
     tensor: int | None = None
     pipeline: int | None = None
+    expert: int | None = None
 
     @property
     def by_axis(self) -> dict[str, int]:
@@ -89,7 +91,7 @@ def kinds_by_experience(sizes: Sequence[Sizes], *, can_checkpoint: bool) -> Iter
 class Candidate:
     """One configuration. ``micro_batch`` times ``accumulation`` samples are a rank's part of a step.
 
-    Ranks that differ in one of ``sizes`` have the same samples.
+    Ranks that differ in the tensor or pipeline dimension have the same samples.
     """
 
     strategy: Strategy
@@ -130,7 +132,9 @@ class Candidate:
         if self.sizes.tensor is not None:
             others = with_tensor_ranks(others, self.sizes.tensor)
         if self.sizes.pipeline is not None:
-            others = with_pipeline(others, self.sizes.pipeline)
+            others = with_parallel(others, "pipeline", self.sizes.pipeline)
+        if self.sizes.expert is not None:
+            others = with_expert_ranks(others, self.sizes.expert)
         return {  # train_batch_size follows from micro-batch, accumulation and ranks
             **others,
             "train_micro_batch_size_per_gpu": self.micro_batch,
@@ -159,12 +163,21 @@ def possible(kind: StrategyKind, samples: int) -> list[Candidate]:
     return [own for own in candidates_of(kind, samples) if not refusal(own)]
 
 
-def with_pipeline(base: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """``base`` with ``size`` pipeline stages."""
-    given = {k: v for k, v in (base.get("parallel") or {}).items() if k != "pipeline"}
-    rest = {key: value for key, value in base.items() if key != "parallel"}
-    parallel = given | ({"pipeline": size} if size > 1 else {})
+def with_parallel(base: Mapping[str, Any], key: str, size: int) -> dict[str, Any]:
+    """``base`` with this size of a key of the section ``parallel``."""
+    given = {k: v for k, v in (base.get("parallel") or {}).items() if k != key}
+    rest = {name: value for name, value in base.items() if name != "parallel"}
+    parallel = given | ({key: size} if size > 1 else {})
     return rest | ({"parallel": parallel} if parallel else {})
+
+
+def with_expert_ranks(base: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """``base`` with ``size`` ranks that share the experts of a layer."""
+    made = with_parallel(base, "expert", size)
+    if "expert_parallel" in made:
+        given = made["expert_parallel"] or {}
+        made["expert_parallel"] = {k: v for k, v in given.items() if k != "autoep_size"}
+    return made
 
 
 def with_tensor_ranks(base: Mapping[str, Any], size: int) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def _states_alone_are_too_large(plan: Plan, run: Run, proposed: Remedy) -> bool:
     )
     mesh = plan.mesh
     least_nbytes = least_states_nbytes(
-        plan.of_stages, plan.stage, strategy, mesh.tensor, mesh.pipeline
+        plan.of_stages, plan.stage, strategy, mesh.tensor, mesh.pipeline, mesh.expert
     )
     return least_nbytes > plan.limit_nbytes
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from zeroshard.comm.dtensors import local_of
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.sizes import gib_text
 from zeroshard.experts.dispatch import all_tokens_here
@@ -45,7 +46,7 @@ def shared_layers(model: nn.Module, mesh: Mesh, rank: int) -> tuple[SharedLayers
         else:
             experts, key = layer, (layer.all_experts, layer.ep_size, False)
         counts[key] += 1
-        numels[key] += sum(param.numel() for param in experts.parameters())
+        numels[key] += sum(local_of(param).numel() for param in experts.parameters())
     return tuple(
         SharedLayers(
             count, all_experts, all_experts // size, size, len(mesh.expert_holders(rank, size)),

@@ -182,7 +182,7 @@ class _Search:
             tensor = kind.sizes.tensor or plan.mesh.tensor
             nbytes = least_states_nbytes(
                 plan.of_stages, other.strategy.stage, kind.strategy, tensor,
-                kind.sizes.pipeline or 1,
+                kind.sizes.pipeline or 1, kind.sizes.expert or plan.mesh.expert,
             )  # fmt: skip
             found, limit_nbytes = max(found, nbytes), limit_of_plan(plan)
         return found, limit_nbytes

@@ -17,15 +17,22 @@ OFFLOADED = ("master", "optimizer", "gradients")
 
 
 def least_states_nbytes(
-    stages: Sequence[Simulation], found_stage: int, strategy: Strategy, tensor: int, pipeline: int
+    stages: Sequence[Simulation],
+    found_stage: int,
+    strategy: Strategy,
+    tensor: int,
+    pipeline: int,
+    expert: int,
 ) -> int:
     """Bytes of parameters, masters and optimizer state on the device with ``strategy``.
 
-    ``stages``: a rank of each pipeline stage in ``found_stage``. ``tensor`` and ``pipeline``: of the rank
-    in question. More tensor ranks divide each parameter at most by their number, and fewer leave it as
-    large or larger. Of P pipeline stages one has a P-th of the parameters or more. What several stages
-    have may be tied weights, so from them nothing follows for other numbers of stages. Gradients do not
-    count: without accumulation there may be none between steps.
+    ``stages``: a rank of each pipeline stage in ``found_stage``. ``tensor``, ``pipeline`` and ``expert``:
+    of the rank in question. More tensor ranks divide each parameter at most by their number, and fewer
+    leave it as large or larger. If ``expert`` ranks share experts, a rank that shards nothing holds as
+    little as that part of all parameters, which may all be experts. Of P pipeline stages one has a P-th
+    of the parameters or more. What several stages have may be tied weights, so from them nothing follows
+    for other numbers of stages. Gradients do not count: without accumulation there may be none between
+    steps.
     """
     mesh = stages[0].mesh
     if len(stages) not in (1, pipeline):
@@ -40,8 +47,12 @@ def least_states_nbytes(
         if not away:
             rows = [row for found in stages for row in found.memory if row.category == category]
             own = sum(row.measured for row in rows)
-            whole = own * (ranks if _is_sharded(before, category) else 1)
-            nbytes += part * whole / (now if _is_sharded(after, category) else 1)
+            if _is_sharded(after, category):
+                nbytes += part * own * (ranks if _is_sharded(before, category) else 1) / now
+            elif _is_sharded(before, category):
+                nbytes += part * own * ranks / expert
+            else:
+                nbytes += part * own * min(1.0, mesh.expert / expert)
     return int(SURE * nbytes)
 
 

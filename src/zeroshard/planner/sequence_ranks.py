@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -40,6 +40,15 @@ def sequence_attention(mesh: Mesh, rank: int) -> Iterator[None]:
         yield
     finally:
         unregister()
+
+
+def as_cut(inputs: Any, mesh: Mesh) -> Any:
+    """A micro-batch of one rank's tokens as a rank of a pipeline has it after the cut of sequences."""
+    if mesh.sequence == 1 or not isinstance(inputs, Mapping) or "labels" not in inputs:
+        return inputs
+    made = {name: value for name, value in inputs.items() if name != "labels"}
+    made.setdefault("position_ids", torch.empty_like(made["input_ids"]))
+    return {**made, "shift_labels": inputs["labels"]}
 
 
 class _Positions(PositionExchange):

@@ -44,7 +44,7 @@ from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.gpu_kernels import Target, kernels_of
 from zeroshard.planner.packed_rows import rows_as_in
 from zeroshard.planner.places import Places
-from zeroshard.planner.sequence_ranks import sequence_attention
+from zeroshard.planner.sequence_ranks import as_cut, sequence_attention
 from zeroshard.planner.simulated import Simulation, Traffic, highest
 from zeroshard.planner.step_log import StepLog
 from zeroshard.planner.updated import updated_by
@@ -106,9 +106,8 @@ def simulate(
     ranks share a node, and so may share memory; None: not known. ``device_nbytes``: the memory of an
     accelerator, which decides what blocks are gathered whole; 0: :data:`USUAL_NBYTES`.
 
-    The process must not have a process group. Memory of allocators and of the program itself is not
-    counted; that of the transport is, for CPU ranks, if the configuration names one (key ``transport``),
-    or if ``ranks_per_node`` is given, so that each group of ranks gets the transport of a run.
+    The process must not have a process group. Memory of allocators and of the program is not counted;
+    that of the transport of CPU ranks is, if the key ``transport`` or ``ranks_per_node`` says which.
 
     Raises:
         UsageError: the arguments do not fit together.
@@ -124,7 +123,7 @@ def simulate(
         model = build()
         arriving: Mapping[int, Sequence[Boundary]] = {}
         if isinstance(model, PipelineModel) and mesh.pipeline > 1:
-            arriving = _arriving(model, config, mesh, inputs)
+            arriving = _arriving(model, config, mesh, as_cut(inputs, mesh))
             del model
             gc.collect()  # cut layers are in cycles
             watch.forget_peaks()  # a run gets the shapes in messages
@@ -292,7 +291,8 @@ def _stepper(
         def whole() -> None:
             watch.phase = "forward"
             named = labels is None and isinstance(inputs, Mapping)
-            engine.train_batch(iter([inputs if named else (inputs, labels)] * count))
+            fed = as_cut(inputs, engine.mesh) if named else (inputs, labels)
+            engine.train_batch(iter([fed] * count))
 
         return whole
     if loss_fn is None:

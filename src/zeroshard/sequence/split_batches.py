@@ -84,11 +84,11 @@ def _check_padding(mask: Any, tokens: int) -> None:
 
 
 def piece_of(value: Any, tokens: int, at: int, size: int) -> Any:
-    """Piece ``at`` of ``size`` of what is cut; anything else is passed on."""
+    """Piece ``at`` of ``size`` of what is cut, contiguous: losses view it. Anything else is passed on."""
     if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != tokens:
         return value
     length = tokens // size
-    return value[:, at * length : (at + 1) * length]
+    return value[:, at * length : (at + 1) * length].contiguous()
 
 
 def digest(batch: Mapping[str, Any]) -> int:

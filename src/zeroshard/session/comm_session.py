@@ -59,7 +59,8 @@ class CommSession:
     connects all ranks; without a mesh it is ``gathers``. Else it has a recorder of its own, because the
     groups of a mesh may call different collectives. ``ties``: for each set of pipeline ranks that hold
     a tied weight and of which this rank's is one, the ranks that hold the same part of it.
-    ``experts``: for each number of ranks that share the experts of a layer, the ranks that hold the same.
+    ``experts``: for each number of ranks that share the experts of a layer, the ranks that shard the
+    same, with a second hop if these have replicas.
     ``copies``: the ranks that hold the same parts as this one: its tensor group first, then the ranks of
     it that share key/value heads.
     ``control_group`` exchanges small texts while a rank may wait for a disk. ``session_watch`` is None
@@ -85,6 +86,8 @@ class CommSession:
         """Use ``comms`` for this rank's group of one kind: first "holders" or "node"."""
         if kind.tie:
             self.ties[kind.tie] = comms[0]
+        elif kind.experts in self.experts:
+            self.experts[kind.experts] = TwoHopComm(self.experts[kind.experts], comms[0])
         elif kind.experts > 1:
             self.experts[kind.experts] = comms[0]
         elif kind.holds_copies:

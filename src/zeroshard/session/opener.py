@@ -58,7 +58,7 @@ class GroupKind:
 
     ``tie``: the pipeline ranks that share a tied weight. ``holds_copies``: ranks of a tensor group, some
     of whose parameters are the same. ``experts``: above 1, the groups hold the same experts, and so many
-    ranks share those of a layer.
+    ranks share those of a layer; those of replicas come second.
     """
 
     name: str
@@ -102,6 +102,9 @@ def groups_of(
         yield GroupKind(f"tied-{number}", mesh.tied_groups(tie), tie)
     for size in expert_sizes:
         yield GroupKind(f"experts-{size}", mesh.expert_holder_groups(size), experts=size)
+        if mesh.expert_replicas(size) > 1:
+            replicas = mesh.groups({"data_replicate"})
+            yield GroupKind(f"experts-{size}-replicas", replicas, experts=size)
 
 
 def own_group(

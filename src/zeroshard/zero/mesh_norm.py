@@ -7,8 +7,8 @@ in each replica; the owner in replica 0 counts it. Weights are 0 or 1, so the no
 whether the copies are equal.
 
 A unit that is tied over pipeline ranks is sharded over all their ranks, so each of its elements has one
-owner, replicas included. Its holders are more ranks than the other units' holders, so they exchange its
-flags apart.
+owner, replicas included; so are experts if each rank of a replica has other ones. Its holders are more
+ranks than the other units' holders, so they exchange its flags apart.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 class ExpertParts:
     """What this rank has of experts that some ranks share.
 
-    ``comm`` connects ``members``, the ranks that hold the same experts. ``flags``: for each flag of this
-    rank, whether it is that of a parameter that only these ranks have.
+    ``comm`` connects the ranks that shard them. ``members``: the ranks that hold the same, those of all
+    replicas. ``flags``: for each flag of this rank, whether it is that of a parameter that only these
+    have.
     """
 
     comm: Comm
@@ -62,8 +63,8 @@ class OtherHolders:
     ``hops``: for each group of such ranks in the model, the communicator and its ranks; None if this rank
     is not one of them. ``flags``: for each tied parameter of the model, the index of its flag among this
     rank's flags; None if it is not here or not trained. Both have the same length on every rank.
-    ``positions``: the tied parameters here, by position in the model. ``experts``: equally many on every
-    rank.
+    ``positions``: of the parameters here that replicas shard together, in the model: tied ones, and some
+    experts. ``experts``: equally many on every rank.
     """
 
     hops: Sequence[tuple[Comm, Tensor] | None] = ()
@@ -127,10 +128,14 @@ class MeshExchange:
         at = mesh.coordinate(rank)
         self._counts = at["data_replicate"] == 0
         hops: Sequence[Comm] = getattr(holders, "hops", (holders,))
-        self._hops: list[tuple[Comm, Tensor] | None] = [
-            (hop, torch.tensor(getattr(hop, "ranks", (rank,)), device=device)) for hop in hops
+        of_experts = [
+            hop for part in others.experts for hop in getattr(part.comm, "hops", (part.comm,))
         ]
-        self._hops += [*others.hops, *((part.comm, part.members) for part in others.experts)]
+        shards: list[tuple[Comm, Tensor] | None] = [
+            (hop, torch.tensor(getattr(hop, "ranks", (rank,)), device=device))
+            for hop in (*hops, *of_experts)
+        ]
+        self._hops = [*shards, *others.hops]
         # on an accelerator: the sums of the step before on the host, and the event of their copy
         self._before: tuple[Tensor, Event] | None = None
         own = [float(num_words), float(len(copied)), precision]

@@ -62,6 +62,13 @@ from zeroshard.integrations.accelerate.config import (
     mixed_precision_for,
 )
 from zeroshard.integrations.accelerate.prepared import EngineOptimizer, PreparedEngine
+from zeroshard.integrations.accelerate.sequences import (
+    PieceLoader,
+    open_sequences,
+    sequence_size,
+    spread_attention,
+)
+from zeroshard.sequence import unregister
 from zeroshard.zero.sharded_parameter import ShardedParameter
 
 __all__ = ["Accelerator", "EngineOptimizer", "PreparedEngine"]
@@ -82,7 +89,9 @@ class Accelerator(accelerate.Accelerator):
     prepared without an optimizer, which is then ``model.optimizer``. The engine steps the schedule of a
     ``scheduler`` section.
 
-    ``parallelism_config``: Accelerate's ``ParallelismConfig``. Its tensor ranks get the same samples.
+    ``parallelism_config``: Accelerate's ``ParallelismConfig``. Its tensor ranks get the same samples. Of
+    its P sequence ranks (``sp_size``) each gets a part of the tokens of every batch: loaders give P
+    times as many batches, which need ``position_ids``.
     ``plan``: how a model is cut over them (:func:`zeroshard.parallel.tensor_parallel`), unless it is cut
     already. Its ``dp_replicate_size`` alone means plain data parallelism, as in Accelerate.
 
@@ -113,6 +122,7 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **arguments)
         self._checks_parallelism = False
         self._check_state()
+        self.sequence_group = open_sequences(self.parallelism_config)
         self.scaler = None  # the engine scales the loss
         self._made: list[PreparedEngine] = []
         self._saves_state = False
@@ -147,6 +157,11 @@ class Accelerator(accelerate.Accelerator):
         """The number of tensor ranks, which get the same samples."""
         asked = self.parallelism_config
         return 1 if asked is None else int(asked.tp_size)
+
+    @property
+    def _data_ranks(self) -> int:
+        """How many ranks train on different samples."""
+        return int(self.num_processes) // self.tensor_size // sequence_size(self.parallelism_config)
 
     def _prepare_tp(self, *args: Any) -> list[Any]:
         """Nothing: engines have cut their models."""
@@ -206,6 +221,15 @@ class Accelerator(accelerate.Accelerator):
             self.native_amp = has_autocast
         return prepared
 
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate. With sequence ranks, one that cuts batches over them."""
+        if isinstance(data_loader, PieceLoader):
+            return data_loader
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if self.sequence_group is None:
+            return prepared
+        return PieceLoader(prepared, self.sequence_group, self.device)
+
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
@@ -236,6 +260,8 @@ class Accelerator(accelerate.Accelerator):
         is_trained = any(param.requires_grad for param in model.parameters())
         config = self.config if is_trained else for_inference(self.config)
         mesh = mesh_of(self.parallelism_config)
+        if self.sequence_group is not None:
+            spread_attention(model, self.parallelism_config)
         needs_plan = self.tensor_size > 1 and mesh_from_model(model) is None
         engine, *_ = initialize(
             model=model,
@@ -246,7 +272,7 @@ class Accelerator(accelerate.Accelerator):
             plan=self.plan if needs_plan else None,
         )
         assert isinstance(engine, PreparedEngine)
-        check_samples(engine, self.num_processes // self.tensor_size)
+        check_samples(engine, self._data_ranks)
         self._made.append(engine)
         if engine.optimizer is not None:
             self._optimizers.append(engine.optimizer)
@@ -440,6 +466,8 @@ class Accelerator(accelerate.Accelerator):
         for engine in self.engines:
             if not self.keeps(engine):
                 engine.close()
+        if self.sequence_group is not None:
+            unregister()
         return super().free_memory(*objects)
 
     def keeps(self, _engine: PreparedEngine) -> bool:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from zeroshard.errors import UsageError
 from zeroshard.integrations.accelerate.prepared import PreparedEngine
+from zeroshard.sequence import SequenceLoader
 
 OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin",
           "torch_tp_plugin")  # fmt: skip
@@ -19,18 +20,11 @@ OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_p
 
 
 def refuse_others(arguments: dict[str, Any]) -> None:
-    """Refuse a plug-in that shards the model, too, and sequence ranks, for which loaders would cut
-    batches.
+    """Refuse a plug-in that shards the model, too.
 
     Raises:
         UsageError: one is among ``arguments``.
     """
-    if (getattr(arguments.get("parallelism_config"), "sp_size", None) or 1) > 1:
-        raise UsageError(
-            "ParallelismConfig(sp_size=...): the loaders of this Accelerator do not cut sequences. Use "
-            "accelerate.Accelerator with its plug-in for DeepSpeed, or zeroshard.initialize() with "
-            "zeroshard.sequence.split_batch()."
-        )
     given = [name for name in OTHERS if arguments.get(name) is not None]
     if given:
         raise UsageError(
@@ -52,7 +46,7 @@ def check_samples(engine: PreparedEngine, shares: int) -> None:
     """Check that Accelerate divides batches into as many shares as the engine's mesh. Else close it.
 
     Raises:
-        UsageError: tensor ranks would get different samples.
+        UsageError: tensor or sequence ranks would get different samples.
     """
     if engine.dp_size != shares:
         text = engine.mesh.text
@@ -60,7 +54,7 @@ def check_samples(engine: PreparedEngine, shares: int) -> None:
         raise UsageError(
             f"the mesh of the engine is {text}, but Accelerate gives {shares} ranks samples of their "
             "own. Tell Accelerate the mesh, too: Accelerator(parallelism_config=ParallelismConfig("
-            "tp_size=..., dp_shard_size=...))."
+            "tp_size=..., sp_size=..., dp_shard_size=...))."
         )
 
 
@@ -72,7 +66,7 @@ SAME_SAMPLES = (
 
 
 def refuse_same_samples(config: Mapping[str, Any]) -> None:
-    """Refuse a configuration with tensor ranks or a pipeline: loaders give each rank other samples.
+    """Refuse a configuration alone with ranks of the same samples: loaders give each rank others.
 
     Raises:
         UsageError: it has one of :data:`SAME_SAMPLES` above 1.
@@ -85,8 +79,8 @@ def refuse_same_samples(config: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"the configuration has {path}: {value}, so these ranks must train on the same samples, "
                 "but the loaders of this Accelerator give each rank others. Use zeroshard.initialize() "
-                "with samples by engine.dp_rank, or, for tensor ranks, Accelerator(parallelism_config="
-                "ParallelismConfig(tp_size=..., dp_shard_size=...))."
+                "with samples by engine.dp_rank, or, for tensor or sequence ranks, Accelerator("
+                "parallelism_config=ParallelismConfig(tp_size=..., sp_size=..., dp_shard_size=...))."
             )
 
 
@@ -109,7 +103,7 @@ def micro_batch_of(objects: Iterable[Any], num_processes: int, *, splits: bool) 
     ``splits``: a loader's batch is split over the processes (Accelerate's ``split_batches``).
     """
     for loader in objects:
-        if not isinstance(loader, DataLoader):
+        if not isinstance(loader, (DataLoader, SequenceLoader)):
             continue
         if hasattr(loader, "total_batch_size"):  # prepared already
             return int(loader.total_batch_size) // num_processes

@@ -1,0 +1,101 @@
+"""Sequence ranks inside a pipeline: cuts the micro-batches of a step over them, and averages the loss.
+
+Ranks of one pipeline have the same number in their sequence groups, so what travels from stage to stage
+are the hidden states of one rank's tokens, with the positions of these tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zeroshard.comm.flight_recorder import rank_ranges
+from zeroshard.comm.layer_calls import announced
+from zeroshard.core.mesh import Mesh
+from zeroshard.engine.draft import Draft
+from zeroshard.errors import UsageError
+from zeroshard.parallel.own_forward import OwnLoss
+from zeroshard.parallel.split import PipelineModel
+
+logger = logging.getLogger("zeroshard")
+
+
+class SequenceCut:
+    """Cuts micro-batches of whole sequences over the sequence ranks of ``rank``."""
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        self._mesh, self._ranks = mesh, mesh.group(rank, {"sequence"})
+        self._has_compared = False
+
+    @property
+    def group(self) -> Any:
+        """The process group in which attention exchanges tokens and heads.
+
+        Raises:
+            UsageError: no attention does.
+        """
+        found = announced(self._ranks)
+        if not found:
+            raise UsageError(
+                f"no attention is spread over {rank_ranges(self._ranks)}, which share the tokens of a "
+                "sequence. Call zeroshard.sequence.register() before initialize(), or use "
+                "DistributedAttention."
+            )
+        return min(found, key=lambda group: group.group_name)  # the same one on every rank
+
+    def cut(self, batches: Sequence[Any]) -> tuple[list[Any], float, bool]:
+        """This rank's tokens of each micro-batch, a checksum, and whether all could be cut.
+
+        A mapping with ``labels`` is a whole micro-batch, and gets ``shift_labels`` instead of them.
+        Anything else has this rank's tokens already. The checksum is that of the first whole micro-batch
+        of all; else 0.
+        """
+        from zeroshard.sequence.split_batches import digest, split_batch
+
+        whole = [isinstance(batch, Mapping) and "labels" in batch for batch in batches]
+        try:
+            found = [
+                split_batch(batch, self.group) if is_whole else batch
+                for batch, is_whole in zip(batches, whole, strict=True)
+            ]
+        except UsageError as error:
+            logger.error("%s", error)
+            return [], 0.0, False
+        compares = any(whole) and not self._has_compared
+        self._has_compared = self._has_compared or any(whole)
+        return found, float(digest(batches[whole.index(True)])) if compares else 0.0, True
+
+    def compare(self, checksums: Sequence[float]) -> None:
+        """Check that the ranks of each sequence group have the same batch. ``checksums``: of all ranks.
+
+        Raises:
+            UsageError: they do not; the same on every rank.
+        """
+        for ranks in self._mesh.groups({"sequence"}):
+            seen = [checksums[rank] for rank in ranks if checksums[rank]]
+            if len({*seen}) > 1:
+                raise UsageError(
+                    f"{rank_ranges(ranks)} share the tokens of the same samples, and got different "
+                    "batches. Choose samples by engine.dp_rank and engine.dp_size, which are equal in a "
+                    "sequence group, and shuffle with equal seeds."
+                )
+
+    def mean(self, loss: Tensor, labels: Tensor) -> Tensor:
+        """The mean over the tokens of all sequence ranks. ``loss``: that of this rank's, 0-dim."""
+        from zeroshard.sequence.loss import mean_over_tokens
+
+        return mean_over_tokens(loss, (labels != -100).sum(), self.group)
+
+
+def share_sequences(draft: Draft) -> None:
+    """Let a pipeline train on parts of sequences, if the mesh has sequence ranks; else on whole ones."""
+    model, mesh = draft.model, draft.mesh
+    if not isinstance(model, PipelineModel):
+        return
+    made = SequenceCut(mesh, draft.rank_info.rank) if mesh.sequence > 1 else None
+    model.batch_cut = made
+    if isinstance(model.loss_fn, OwnLoss):
+        model.loss_fn.over_ranks = None if made is None else made.mean
