@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from zeroshard import deepspeed
 from zeroshard.deepspeed.layer_specs import LayerSpec, TiedLayerSpec, outline
 from zeroshard.deepspeed.pipeline_layers import outlines_of, partition, trained_numel
 from zeroshard.deepspeed.pipeline_module import PipelineModule
@@ -163,6 +164,27 @@ def test_outlines_have_shapes_without_memory_and_draw_nothing():
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(TypeError):
         outline(LayerSpec(Block, 4, width=3))
+
+
+class OnItsDevice(nn.Module):
+    """Names the device, as Megatron's layers do, and draws from the stream of the tensor ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3, device="cpu"))
+        with deepspeed.checkpointing.get_cuda_rng_tracker().fork():
+            nn.init.normal_(self.weight)
+
+
+def test_the_outline_of_a_layer_that_names_its_device_has_no_memory_and_draws_nothing():
+    checkpointing = deepspeed.checkpointing
+    tracker = checkpointing.get_cuda_rng_tracker()
+    checkpointing.model_parallel_cuda_manual_seed(7)
+    first = OnItsDevice().weight
+    checkpointing.model_parallel_cuda_manual_seed(7)
+    assert outline(LayerSpec(OnItsDevice)).weight.is_meta
+    assert torch.equal(OnItsDevice().weight, first)
+    tracker.reset()
 
 
 def test_layers_are_seeded_one_by_one_if_asked_for():

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.deepspeed.activations import get_cuda_rng_tracker
+from zeroshard.deepspeed.device import get_accelerator
 from zeroshard.errors import UsageError
 
 
@@ -70,11 +72,14 @@ class TiedLayerSpec(LayerSpec):
 
 
 def outline(spec: LayerSpec) -> nn.Module:
-    """The layer on the meta device: names, shapes and dtypes. Leaves random generators as they were."""
+    """The layer on the meta device: names, shapes and dtypes. Leaves random generators as they were.
+
+    A constructor that names a device has memory there until it returns.
+    """
     with _generators_kept():
         try:
             with torch.device("meta"):
-                return spec.build()
+                return spec.build().to("meta")
         except Exception:
             # Some constructors read values, which the meta device does not have. A constructor that
             # cannot run at all raises its own error here.
@@ -83,13 +88,17 @@ def outline(spec: LayerSpec) -> nn.Module:
 
 @contextlib.contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Restore the generators of Python, numpy and torch (CPU) afterwards."""
+    """Restore the generators of Python, numpy and torch, and the tracker's streams, afterwards."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     drawn = None if numpy is None else numpy.random.get_state()
+    tracker, of_device = get_cuda_rng_tracker(), get_accelerator().get_rng_state()
+    streams = dict(tracker.states_)
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        get_accelerator().set_rng_state(of_device)
+        tracker.states_ = streams
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(drawn)
