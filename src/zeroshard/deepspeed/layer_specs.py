@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.deepspeed.activations import get_cuda_rng_tracker
 from zeroshard.deepspeed.device import get_accelerator
@@ -71,15 +72,32 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr = [tied_weight_attr] if one else list(tied_weight_attr)
 
 
+class _Meta(TorchDispatchMode):
+    """Inside, each device that is named is the meta device."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if given.get("device") is not None:
+            given["device"] = torch.device("meta")
+        return func(*args, **given)
+
+
 def outline(spec: LayerSpec) -> nn.Module:
     """The layer on the meta device: names, shapes and dtypes. Leaves random generators as they were.
 
-    A constructor that names a device has memory there until it returns.
+    A constructor that names a device gets the meta device all the same: so it draws nothing from a
+    generator of the program's own either, whose state nobody here could restore.
     """
     with _generators_kept():
         try:
-            with torch.device("meta"):
-                return spec.build().to("meta")
+            with torch.device("meta"), _Meta():
+                return spec.build()
         except Exception:
             # Some constructors read values, which the meta device does not have. A constructor that
             # cannot run at all raises its own error here.
