@@ -18,7 +18,9 @@ def describe() -> dict[str, Any]:
         "memory": _field("/proc/meminfo", "MemTotal"),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("torch", "deepspeed", "zeroshard")},
+        "versions": {
+            name: _version(name) for name in ("torch", "transformers", "deepspeed", "zeroshard")
+        },
     }
 
 

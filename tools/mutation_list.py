@@ -1359,6 +1359,27 @@ MUTATIONS = [
         "",
         "tests/ranks/test_expert_init.py::test_initializers_reach_experts_inside_the_block",
     ),
+    Mutation(
+        "streams-of-random-numbers-not-replayed",
+        "deepspeed/rng_tracker.py",
+        "now, self.states_ = self.states_, dict(at_first)",
+        "now = self.states_",
+        "tests/unit/test_rng_tracker.py::test_activations_are_computed_again_with_the_numbers_of_forward",
+    ),
+    Mutation(
+        "outlines-where-constructors-say",
+        "deepspeed/layer_specs.py",
+        'given["device"] = torch.device("meta")',
+        "pass",
+        "tests/unit/test_pipeline_layers.py::test_the_outline_of_a_layer_that_names_its_device_has_no_memory_and_draws_nothing",
+    ),
+    Mutation(
+        "outlines-draw-from-streams",
+        "deepspeed/layer_specs.py",
+        "        tracker.states_ = streams\n",
+        "",
+        "tests/unit/test_pipeline_layers.py::test_streams_are_restored_after_a_layer_that_had_to_draw",
+    ),
     # ------------------------------------------------------------------ device, testing
     Mutation(
         "copy-to-the-host-not-recorded",  # streams of a device only

@@ -641,6 +641,13 @@ def test_a_group_of_one_rank_is_refused():
     alone = [deepspeed.comm.new_group([rank]) for rank in range(2)][deepspeed.comm.get_rank()]
     with pytest.raises(UsageError, match="nothing would be sharded"):
         deepspeed.zero.Init(data_parallel_group=alone, config_dict_or_path=config(3))
+    # Megatron's pretrain_gpt.py enters the block at every stage, also in a pipeline.
+    for number, enabled in ((1, True), (3, False)):
+        with deepspeed.zero.Init(
+            data_parallel_group=alone, config_dict_or_path=config(number), enabled=enabled
+        ):
+            made = nn.Linear(3, 3)
+        assert made.weight.numel() == 9
 
 
 @on_ranks(2)

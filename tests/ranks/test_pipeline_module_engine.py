@@ -131,6 +131,32 @@ def test_tied_layers_that_ranks_draw_differently_start_as_on_the_first_stage():
         assert float(engine.train_batch(iter(made))) == pytest.approx(float(wanted), rel=1e-12)
 
 
+class Annealing:
+    """A schedule that counts samples, as Megatron's: ``step`` has no default."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.samples = optimizer, 0
+
+    def step(self, increment: int, tokens: int | None = None) -> None:
+        self.samples += increment
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1 / self.samples
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples": self.samples}
+
+
+@on_ranks(2)
+def test_a_schedule_that_counts_samples_gets_those_of_the_step():
+    engine = opened()
+    schedule = engine.lr_scheduler = Annealing(engine.optimizer)
+    for number in (1, 2):
+        engine.train_batch(iter(batches(seed=number)))
+        assert schedule.samples == number * MICRO_BATCH * COUNT
+        assert engine.get_lr() == [1 / schedule.samples]
+    engine.destroy()
+
+
 @on_ranks(2)
 def test_training_data_is_read_in_order_again_and_again():
     """Three samples are left over at the end of the data; the loader fills the last batch."""

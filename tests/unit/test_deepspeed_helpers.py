@@ -350,8 +350,6 @@ def test_choices_about_activations_are_remembered():
     x = torch.ones(2, requires_grad=True)
     made = checkpointing.CheckpointFunction.apply(lambda t: (t * 2, t * 3), outputs, x)
     assert len(outputs) == 2 and outputs[1] is made[1]
-    with checkpointing.get_cuda_rng_tracker().fork():
-        checkpointing.model_parallel_cuda_manual_seed(1)
 
 
 # ---------------------------------------------------------------------- device and environment

@@ -118,11 +118,14 @@ def test_a_run_that_a_program_starts_gives_the_caller_its_process_back(tmp_path,
         script = tmp_path / "script.py"
         script.write_text(
             "import os, sys\n"
-            "print(sys.argv[1:], os.environ['ZEROSHARD_EXPORT'])\n"
+            "print(sys.argv[1:], os.environ['WORLD_SIZE'], os.environ['ZEROSHARD_EXPORT'])\n"
             "sys.exit(int(sys.argv[-1]))\n"
         )
-        runner.main(["--num_gpus", "1", str(script), "0"])
-        assert "['--local_rank=0', '0'] OWN_" in capfd.readouterr().out
+        words = ["--num_gpus", "2", str(script), "0"]
+        runner.main(words)
+        said = capfd.readouterr().out
+        assert all(f"['--local_rank={rank}', '0'] 2 OWN_" in said for rank in (0, 1))
+        assert words == ["--num_gpus", "2", str(script), "0"]
         with pytest.raises(SystemExit) as ended:
             runner.main(["--num_gpus", "1", str(script), "3"])
         assert ended.value.code == 3

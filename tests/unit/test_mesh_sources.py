@@ -19,7 +19,7 @@ from zeroshard.core.mesh_sources import (
     nearest_mesh,
     resolve_mesh,
 )
-from zeroshard.errors import ConfigError, ZeroShardError
+from zeroshard.errors import ConfigError, UsageError, ZeroShardError
 
 ONE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}
 
@@ -190,6 +190,23 @@ def test_an_mpu_is_read_by_its_getters() -> None:
     ulysses = {"sequence": [0, 1], "data": [0, 2]}
     assert resolved(4, mpu(ulysses)) == Mesh(data_shard=2, sequence=2)
     assert mpu({"expert_model": [0, 1]}).sizes == {"expert": 2}
+
+
+def test_an_mpu_may_refuse_the_old_name_of_its_tensor_ranks() -> None:
+    """Megatron's does in a pipeline, beside the new name."""
+
+    def refuse() -> int:
+        raise AssertionError("only without a pipeline")
+
+    sizes = SimpleNamespace(
+        get_tensor_model_parallel_world_size=lambda: 1,
+        get_pipeline_model_parallel_world_size=lambda: 2,
+        get_model_parallel_world_size=refuse,
+    )
+    assert resolved(2, source(mpu=sizes)) == Mesh(pipeline=2)
+    del sizes.get_tensor_model_parallel_world_size
+    with pytest.raises(UsageError, match="only without a pipeline"):
+        source(mpu=sizes)
 
 
 def test_an_mpu_may_have_sizes_only() -> None:

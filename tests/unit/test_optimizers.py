@@ -86,6 +86,18 @@ def test_the_callers_groups_are_not_written_to():
 
 
 @pytest.mark.parametrize(
+    "options",
+    [{"lr": "1e-4"}, {"eps": "1e-8"}, {"amsgrad": "false"}],
+    ids=lambda each: next(iter(each)),
+)
+def test_text_in_the_place_of_a_number_is_named(options):
+    """YAML reads 1e-8 so."""
+    ((name, text),) = options.items()
+    with pytest.raises(ConfigError, match=rf"optimizer\.params\.{name} is the text '{text}'"):
+        build_optimizer("AdamW", options, [{"params": [leaf(2)]}], fused=False)
+
+
+@pytest.mark.parametrize(
     ("type_", "options", "words"),
     [
         ("Adamm", {}, 'optimizer.type "Adamm" does not exist; did you mean "Adam"?'),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from zeroshard import deepspeed
 from zeroshard.deepspeed.layer_specs import LayerSpec, TiedLayerSpec, outline
 from zeroshard.deepspeed.pipeline_layers import outlines_of, partition, trained_numel
 from zeroshard.deepspeed.pipeline_module import PipelineModule
@@ -163,6 +164,57 @@ def test_outlines_have_shapes_without_memory_and_draw_nothing():
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(TypeError):
         outline(LayerSpec(Block, 4, width=3))
+
+
+class OnItsDevice(nn.Module):
+    """Names the device and draws from a stream of the program, as Megatron's layers do."""
+
+    stream = torch.Generator().manual_seed(7).get_state()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3, device="cpu"))
+        self.register_buffer("mask", torch.ones(3).to("cpu"))
+        common = torch.get_rng_state()
+        torch.set_rng_state(OnItsDevice.stream)
+        nn.init.normal_(self.weight)
+        OnItsDevice.stream = torch.get_rng_state()
+        torch.set_rng_state(common)
+        with deepspeed.checkpointing.get_cuda_rng_tracker().fork():
+            self.more = nn.Parameter(torch.randn(2, device="cpu"))
+
+
+def test_the_outline_of_a_layer_that_names_its_device_has_no_memory_and_draws_nothing():
+    checkpointing = deepspeed.checkpointing
+    before = OnItsDevice.stream
+    checkpointing.model_parallel_cuda_manual_seed(7)
+    first = OnItsDevice().state_dict()
+    checkpointing.model_parallel_cuda_manual_seed(7)
+    OnItsDevice.stream = before
+    made = outline(LayerSpec(OnItsDevice)).state_dict()
+    assert all(tensor.is_meta for tensor in made.values())
+    assert torch.equal(OnItsDevice.stream, before)
+    again = OnItsDevice().state_dict()
+    assert all(torch.equal(again[name], first[name]) for name in first)
+    checkpointing.get_cuda_rng_tracker().reset()
+
+
+class ReadsOwn(Reads):
+    """Its first values are those of a tensor rank, and it reads them: it cannot be on the meta device."""
+
+    def __init__(self) -> None:
+        with deepspeed.checkpointing.get_cuda_rng_tracker().fork():
+            super().__init__()
+
+
+def test_streams_are_restored_after_a_layer_that_had_to_draw():
+    checkpointing = deepspeed.checkpointing
+    checkpointing.model_parallel_cuda_manual_seed(7)
+    first = ReadsOwn().weight
+    checkpointing.model_parallel_cuda_manual_seed(7)
+    outline(LayerSpec(ReadsOwn))
+    assert torch.equal(ReadsOwn().weight, first)
+    checkpointing.get_cuda_rng_tracker().reset()
 
 
 def test_layers_are_seeded_one_by_one_if_asked_for():

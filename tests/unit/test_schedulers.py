@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,7 @@ from zeroshard.optim.schedulers import (
     WarmupDecayLR,
     WarmupLR,
     build_scheduler,
+    step_schedule,
 )
 
 
@@ -328,3 +331,35 @@ def test_programs_read_what_a_schedule_was_made_of(name):
     params, attributes = READ_BY_PROGRAMS[name]
     schedule = build_scheduler(name, params, groups(betas=(0.9, 0.999)))
     assert {key: getattr(schedule, key) for key in attributes} == attributes
+
+
+@pytest.mark.parametrize(
+    ("step", "arguments", "gets"),
+    [
+        (lambda: (), {}, ()),
+        (lambda epoch=None: (epoch,), {}, (None,)),
+        (lambda increment, tokens=None: (increment, tokens), {}, (8, None)),
+        (lambda increment, tokens=None: (increment, tokens), {"increment": 3}, (3, None)),
+        (lambda *args, **kwargs: (args, kwargs), {}, ((), {})),
+        (max, {}, "max expected at least 1 argument"),
+    ],
+)
+def test_a_step_that_cannot_run_without_an_argument_gets_the_samples(step, arguments, gets):
+    seen: list[object] = []
+    function = SimpleNamespace(step=step if step is max else noted(step, seen))
+    if isinstance(gets, str):
+        with pytest.raises(TypeError, match=gets):
+            step_schedule(function, arguments, lambda: 8)
+        return
+    step_schedule(function, arguments, lambda: 8)
+    assert seen == [gets]
+
+
+def noted(step: Callable[..., object], seen: list[object]) -> Callable[..., object]:
+    """``step``, with its signature."""
+
+    @wraps(step)
+    def run(*args: object, **kwargs: object) -> None:
+        seen.append(step(*args, **kwargs))
+
+    return run

@@ -46,7 +46,9 @@ def _check(words: list[str]) -> bool:
         LaunchError: flags are unknown or contradict each other.
     """
     try:
-        context = typer.main.get_command(standalone).make_context("deepspeed", words)
+        context = typer.main.get_command(standalone).make_context(
+            "deepspeed", [*words]
+        )  # click empties it
     except typer.Exit:
         return False
     except _UsageError as error:

@@ -253,8 +253,8 @@ def mesh_from_mpu(
     The getters are ``get_<word>_parallel_world_size()``, ``..._rank()`` and ``..._group()``. The word is
     ``data``, ``tensor_model`` (or ``slice``), ``model``, ``pipeline_model`` (or ``pipe``), ``sequence``
     (or ``context``), or ``expert_model``. Not all need exist. ``model`` is the tensor group if there are
-    no getters of that, else all ranks with the same data. ``rank`` and ``ranks_of(group)`` default to
-    those of ``torch.distributed``.
+    no getters of that; else all ranks with the same data, or nothing if it raises. ``rank`` and
+    ``ranks_of(group)`` default to those of ``torch.distributed``.
 
     Raises:
         UsageError: there is no getter of a size, a getter fails, or getters contradict each other.
@@ -263,8 +263,10 @@ def mesh_from_mpu(
     reader = _MpuReader(mpu, own, ranks_of or _ranks_of_group)
     for word, dims in _GETTERS:
         reader.read(word, dims)
-    of_model = ("pipeline", "tensor") if reader.has(("tensor",)) else ("tensor",)
-    reader.read("model", of_model)
+    if reader.has(("tensor",)):
+        reader.read("model", ("pipeline", "tensor"), may_fail=True)
+    else:
+        reader.read("model", ("tensor",))
     if not reader.claims:
         raise UsageError(
             f"mpu is a {type(mpu).__name__} without any getter of a size, so it says nothing about the "
@@ -293,10 +295,15 @@ class _MpuReader:
     def has(self, dims: tuple[str, ...]) -> bool:
         return any(claim.dims == dims for claim in self.claims)
 
-    def read(self, word: str, dims: tuple[str, ...]) -> None:
-        """Add what ``get_<word>_parallel_*`` say."""
+    def read(self, word: str, dims: tuple[str, ...], *, may_fail: bool = False) -> None:
+        """Add what ``get_<word>_parallel_*`` say. ``may_fail``: nothing is added if the size raises."""
         getter = f"get_{word}_parallel_world_size"
-        size = self._call(getter)
+        try:
+            size = self._call(getter)
+        except UsageError:
+            if may_fail:  # Megatron's of a pipeline: it has the name for programs without one
+                return
+            raise
         if size is None:
             return
         self.claims.append(Claim(dims, size, f"mpu.{getter}()"))

@@ -7,8 +7,7 @@ memory until backward. With ``partition_activations`` each tensor rank keeps a p
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,13 +18,12 @@ from zeroshard.deepspeed import groups
 from zeroshard.deepspeed.config_model import model_config
 from zeroshard.deepspeed.device import get_accelerator
 from zeroshard.deepspeed.partitioned_activations import PartitionedActivations
+from zeroshard.deepspeed.rng_tracker import _MODEL_PARALLEL_RNG_TRACKER_NAME, RNGStatesTracker
 from zeroshard.device.choice import accelerator_type
 from zeroshard.errors import UsageError
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keyword arguments that torch's ``checkpoint`` takes. All others are passed to the function."""
-
-_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 
 _settings: dict[str, Any] = {}
 
@@ -78,6 +76,8 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 def _run(function: Callable[..., Any], reentrant: bool, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs and reentrant:
         reentrant = False  # torch's reentrant kind takes no keyword arguments
+    if _CUDA_RNG_STATE_TRACKER.states_:
+        function = _CUDA_RNG_STATE_TRACKER.replaying(function)
     saving = _saving()
     if saving is None:
         return _checkpoint(function, *args, use_reentrant=reentrant, **kwargs)
@@ -111,11 +111,23 @@ def _saving() -> AbstractContextManager[Any] | None:
 
 def _tensor_group() -> Any:
     """The process group of this rank's tensor ranks; None if this rank is the only one."""
+    size = _of_tensor_ranks("world_size")
+    return None if size is None or size() == 1 else _of_tensor_ranks("group")()
+
+
+def _tensor_rank() -> int:
+    """This rank's number among its tensor ranks."""
+    rank = _of_tensor_ranks("rank")
+    return 0 if rank is None else int(rank())
+
+
+def _of_tensor_ranks(what: str) -> Any:
+    """The function of the ``mpu`` or of the engine's mesh that answers for the tensor ranks, or None."""
     mpu = _settings.get("mpu") or groups.current()
-    for name in ("tensor_model", "model"):
-        size = getattr(mpu, f"get_{name}_parallel_world_size", None)
-        if size is not None:
-            return getattr(mpu, f"get_{name}_parallel_group")() if size() > 1 else None
+    for name in ("tensor_model", "slice", "model"):
+        found = getattr(mpu, f"get_{name}_parallel_{what}", None)
+        if found is not None:
+            return found
     return None
 
 
@@ -149,27 +161,7 @@ def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, .
     return tuple(map(detached, inputs))
 
 
-class RNGStatesTracker:
-    """A tracker with one stream of random numbers: without tensor parallelism, ranks need no others."""
-
-    def get_states(self) -> dict[str, Any]:
-        return {}
-
-    def set_states(self, states: dict[str, Any]) -> None:
-        """Nothing: there are no states."""
-
-    def reset(self) -> None:
-        """Nothing: there are no states."""
-
-    def add(self, name: str, seed: int) -> None:
-        """Nothing: the default generator serves every name."""
-
-    @contextlib.contextmanager
-    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        yield
-
-
-_CUDA_RNG_STATE_TRACKER = RNGStatesTracker()
+_CUDA_RNG_STATE_TRACKER = RNGStatesTracker(_tensor_rank)
 
 
 def get_cuda_rng_tracker() -> RNGStatesTracker:
@@ -178,11 +170,23 @@ def get_cuda_rng_tracker() -> RNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """``torch.manual_seed``, which also seeds the GPUs."""
-    torch.manual_seed(seed)
+    """Seed the device's generator with ``seed``, and a stream of the tracker for each tensor rank.
+
+    Numbers are those of Megatron and DeepSpeed: the seed of tensor rank ``t`` is ``seed + 2718 + t``.
+    """
+    _CUDA_RNG_STATE_TRACKER.reset()
+    get_accelerator().manual_seed(seed)
+    _CUDA_RNG_STATE_TRACKER.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, _seed_of_tensor_rank(seed))
 
 
-model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Begin the stream of the tensor ranks anew, as :func:`model_parallel_cuda_manual_seed` does."""
+    with _CUDA_RNG_STATE_TRACKER.fork():
+        get_accelerator().manual_seed(_seed_of_tensor_rank(seed))
+
+
+def _seed_of_tensor_rank(seed: int) -> int:
+    return seed + 2718 + _tensor_rank()
 
 
 def _set_cuda_rng_state(new_state: torch.Tensor, device: Any = -1) -> None:

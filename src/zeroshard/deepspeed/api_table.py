@@ -45,12 +45,6 @@ _NO_EFFECT: Mapping[str, str] = {
     "set_autotp_mode": "a cut model trains and evaluates alike",
     "runtime.activation_checkpointing.checkpointing.reset": "no state is kept between steps",
     "runtime.activation_checkpointing.checkpointing.set_num_layers": "no buffer depends on it",
-    "runtime.activation_checkpointing.checkpointing.get_cuda_rng_tracker": (
-        "all names use the same random generator"
-    ),
-    "runtime.activation_checkpointing.checkpointing._CUDA_RNG_STATE_TRACKER": (
-        "all names use the same random generator"
-    ),
     "runtime.zero.TiledLinear": "a plain nn.Linear: the size of units limits what is gathered",
     "runtime.zero.tiling.TiledLinear": "a plain nn.Linear: the size of units limits what is gathered",
     "runtime.zero.register_external_parameter": "checks its arguments; reading a parameter gathers it",

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroshard.deepspeed.activations import get_cuda_rng_tracker
+from zeroshard.deepspeed.device import get_accelerator
 from zeroshard.errors import UsageError
 
 
@@ -69,11 +72,31 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr = [tied_weight_attr] if one else list(tied_weight_attr)
 
 
+class _Meta(TorchDispatchMode):
+    """Inside, each device that is named is the meta device."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if given.get("device") is not None:
+            given["device"] = torch.device("meta")
+        return func(*args, **given)
+
+
 def outline(spec: LayerSpec) -> nn.Module:
-    """The layer on the meta device: names, shapes and dtypes. Leaves random generators as they were."""
+    """The layer on the meta device: names, shapes and dtypes. Leaves random generators as they were.
+
+    A constructor that names a device gets the meta device all the same: so it draws nothing from a
+    generator of the program's own either, whose state nobody here could restore.
+    """
     with _generators_kept():
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), _Meta():
                 return spec.build()
         except Exception:
             # Some constructors read values, which the meta device does not have. A constructor that
@@ -83,13 +106,17 @@ def outline(spec: LayerSpec) -> nn.Module:
 
 @contextlib.contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Restore the generators of Python, numpy and torch (CPU) afterwards."""
+    """Restore the generators of Python, numpy and torch, and the tracker's streams, afterwards."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     drawn = None if numpy is None else numpy.random.get_state()
+    tracker, of_device = get_cuda_rng_tracker(), get_accelerator().get_rng_state()
+    streams = dict(tracker.states_)
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        get_accelerator().set_rng_state(of_device)
+        tracker.states_ = streams
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(drawn)

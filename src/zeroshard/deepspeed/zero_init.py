@@ -39,14 +39,6 @@ class Init(init.Init):
         tensor_overrides: Any = None,
         mesh: Any = None,
     ) -> None:
-        if (
-            data_parallel_group is not None
-            and get_world_size(data_parallel_group) == 1 < get_world_size()
-        ):
-            raise UsageError(
-                f"zero.Init got a data_parallel_group of one rank, and there are {get_world_size()}: "
-                "nothing would be sharded. Leave it out, or pass the group of all ranks."
-            )
         super().__init__(
             module,
             data_parallel_group,
@@ -60,6 +52,13 @@ class Init(init.Init):
             mpu,
             mesh,
         )
+
+    def _check_group(self, group: Any) -> None:
+        if group is not None and get_world_size(group) == 1 < get_world_size():
+            raise UsageError(
+                f"zero.Init got a data_parallel_group of one rank, and there are {get_world_size()}: "
+                "nothing would be sharded. Leave it out, or pass the group of all ranks."
+            )
 
     def _take(self, holder: nn.Module, leaf: str, param: nn.Parameter) -> None:
         super()._take(holder, leaf, param)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.errors import UsageError
 from zeroshard.metrics.step_report import StepReport
 from zeroshard.offload.async_update import PendingUpdates
-from zeroshard.optim.schedulers import schedule_restore, schedule_snapshot
+from zeroshard.optim.schedulers import schedule_restore, schedule_snapshot, step_schedule
 from zeroshard.precision.loss_scaler import DynamicScale, LossScaler
 from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.clip import (
@@ -426,15 +426,16 @@ class SkippedSteps:
         report: StepReport,
         scheduler: Any,
         lr_kwargs: dict[str, Any],
+        samples: Callable[[], int],
     ) -> None:
-        """Advance the schedule for an applied update.
+        """Advance the schedule for an applied update of so many samples.
 
         ``skipped=None``: the outcome is not known; the schedule is set back if the step was skipped.
         """
         if skipped is None:
             self._unread = (report, schedule_snapshot(scheduler, self._groups))
         if not skipped and scheduler is not None:
-            scheduler.step(**lr_kwargs)
+            step_schedule(scheduler, lr_kwargs, samples)
 
     def resolve_last_step(self, scheduler: Any) -> StepReport | None:
         """Get the outcome of the last step if the host does not have it. Returns the report of a skip.

@@ -236,7 +236,8 @@ class TrainingEngine(EngineBase):
             raise
         self.last_step = report = outcome.report
         self.global_steps += 1
-        self._skipped.advance(outcome.skipped, report, self.lr_scheduler, lr_kwargs or {})
+        schedule, arguments = self.lr_scheduler, lr_kwargs or {}
+        self._skipped.advance(outcome.skipped, report, schedule, arguments, self.train_batch_size)
         self.runtime.reducer.reset()
         self._hooks.forget_calls()
         self._norms, self._step_losses = outcome.norms, self._losses

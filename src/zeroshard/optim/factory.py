@@ -63,12 +63,24 @@ def build_optimizer(
 
     known = inspect.signature(cls).parameters
     _refuse_unknown(type_, options, known)
+    _refuse_text(options, known)
     if fused and "fused" in known and _can_fuse(groups):
         options["fused"] = True
     try:
         return cls(groups, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer {type_}: {error}") from error
+
+
+def _refuse_text(options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse text where the optimizer's own value is a number, or true or false."""
+    for key, value in options.items():
+        default = known[key].default
+        if isinstance(value, str) and isinstance(default, int | float):
+            raise ConfigError(
+                f"optimizer.params.{key} is the text {value!r}, but must be a value such as {default}. "
+                "YAML reads 1e-8 as text, and 1.0e-8 as a number."
+            )
 
 
 def _refuse_unknown(type_: str, options: Iterable[str], known: Mapping[str, Any]) -> None:

@@ -10,9 +10,11 @@ updates at its minimum. Attributes have DeepSpeed's names and may be read.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -414,6 +416,34 @@ def _set_lr(group: dict[str, Any], lr: float) -> None:
         group["lr"].fill_(lr)  # in place, because compiled updates and graphs refer to the tensor
     else:
         group["lr"] = lr
+
+
+def step_schedule(scheduler: Any, arguments: Mapping[str, Any], samples: Callable[[], int]) -> None:
+    """Advance the schedule of a program after an update of so many samples.
+
+    ``arguments``: what the program gave for ``scheduler.step``. A ``step`` that cannot run without one
+    gets the samples, as with DeepSpeed: those of Megatron count them.
+    """
+    step = scheduler.step
+    if not arguments and _needs_argument(
+        getattr(step, "__func__", step), hasattr(step, "__self__")
+    ):
+        step(samples())
+    else:
+        step(**arguments)
+
+
+@lru_cache(maxsize=32)
+def _needs_argument(step: Callable[..., Any], is_method: bool) -> bool:
+    try:
+        parameters = [*inspect.signature(step).parameters.values()][is_method:]
+    except (TypeError, ValueError):  # not written in Python
+        return False
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [
+        each for each in parameters if each.default is each.empty and each.kind in by_position
+    ]
+    return len(needed) == 1
 
 
 def schedule_snapshot(

@@ -105,6 +105,7 @@ class Init:
             return
         join_ranks()
         _check_mesh(parsed, mpu, mesh)
+        self._check_group(data_parallel_group)
         self.device = local_device()
         self._settings: dict[str, Any] = {
             "transport": parsed.transport if parsed else "auto",
@@ -119,6 +120,9 @@ class Init:
             self._see(module)
             self._shard(list(self._whole))
             self._finish()
+
+    def _check_group(self, group: Any) -> None:
+        """For derived classes: raise an error if parameters cannot be sharded over ``group``."""
 
     def _begin(self) -> None:
         self.depth = 0
