@@ -89,7 +89,7 @@ def test_each_key_of_the_configuration_is_read() -> None:
         ({"enabled": True, "route_norm": True}, "route_norm: true is asked for, and only null"),
         (
             {"autoep_size": 2, "expert_tensor_parallel_size": 2},
-            "expert_tensor_parallel_size: 2 is asked for, and only 1 is possible: experts are not cut",
+            "expert_tensor_parallel_size: 2 is asked for, and only 1 is possible: stacked experts",
         ),
     ],
 )
