@@ -173,6 +173,7 @@ def reference_run(
     16 bit: the gradient of each rank and micro-batch is computed separately in 16 bit and upcast. The
     gradients of one rank are added in fp32. That sum is rounded to ``reduce_dtype``, if it is given,
     and the sums of all ranks are added in rank order. The total is rounded to ``reduce_dtype`` as well.
+    In fp16 sums are divided by the number of ranks before, so that a total overflows only if a mean does.
     The optimizer updates fp32 masters, which start as the rounded parameters. fp16 uses ``scale``, and
     skips the optimizer and the schedule when a gradient is not finite. ZeroShard rounds a sum of
     micro-batches to its reduction dtype where it reduces once a step (stages 0 and 1).
@@ -253,6 +254,7 @@ def _low_precision_gradients(
     world, total = len(micros[0]), 0.0
     sums: dict[str, Tensor] = {}
     low = {name for name, param in model.named_parameters() if param.dtype.itemsize == 2}
+    before = world if reduce_dtype is torch.float16 else 1
 
     def as_sent(name: str, grad: Tensor) -> Tensor:
         return grad.to(reduce_dtype).float() if reduce_dtype and name in low else grad
@@ -269,10 +271,10 @@ def _low_precision_gradients(
                     own[name] = own[name] + grad if name in own else grad
                     param.grad = None
         for name, grad in own.items():
-            sent = as_sent(name, grad)
+            sent = as_sent(name, grad / before)
             sums[name] = sums[name] + sent if name in sums else sent
     for name, grad in sums.items():
-        sums[name] = as_sent(name, grad) * (1.0 / (scale * world))
+        sums[name] = as_sent(name, grad) * (before / (scale * world))
     return total / (world * len(micros)), sums
 
 
