@@ -250,11 +250,15 @@ def test_who_answers_is_logged():
     logs._said.clear()
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    deepspeed.utils.logger.addHandler(handler)
+    logger = deepspeed.utils.logger
+    level = logger.level  # a Trainer before may have chosen another
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
     try:
         engine, *_ = deepspeed.initialize(model=model(), config=config())
     finally:
-        deepspeed.utils.logger.removeHandler(handler)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
     assert (
         f"DeepSpeed info: version={api_table.VERSION}, provided by ZeroShard" in stream.getvalue()
     )

@@ -118,7 +118,6 @@ def cases() -> list[tuple[Call, str]]:
         (staged(schedule="1f1b"), "UsageError: pipeline(schedule='1f1b'): choose one of"),
         (staged(gather="always"), "UsageError: pipeline(gather='always'): choose one of"),
         (staged(pair={"tensor": 2}), "UsageError: the mesh is pipeline 2 x tensor 2"),
-        (staged(pair={"sequence": 2}), "UnsupportedError: the mesh is pipeline 2 x sequence 2"),
     ]
 
 
