@@ -18,10 +18,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from interleaving import Clock, WorkerGroup, interleaved, running
+from interleaving import Clock, step_ms
 from machine import describe
 
 if TYPE_CHECKING:
@@ -189,19 +188,9 @@ def _of_transformers(system: System, rank: int) -> Trained:
 
 
 def measure(systems: Sequence[System], rounds: int, burst: int) -> dict[str, float]:
-    """Median milliseconds of CPU time of both ranks together in a step."""
-    groups = [WorkerGroup(system.name, system, ranks=RANKS) for system in systems]
-    found: dict[str, list[float]] = {system.name: [] for system in systems}
-    with running(groups, print):
-        for group in groups:
-            group.turn(5)
-        for _, group in interleaved(groups, rounds):
-            answers: Sequence[Any] = group.turn(burst)
-            found[group.name] += map(sum, zip(*answers, strict=True))
-        for group in groups:
-            if group.error:
-                raise RuntimeError(f"{group.name}: {group.error}")
-    return {name: 1e3 * median(seconds) for name, seconds in found.items()}
+    """See :func:`step_ms`."""
+    jobs = {system.name: system for system in systems}
+    return step_ms(jobs, ranks=RANKS, rounds=rounds, burst=burst)
 
 
 def main() -> None:

@@ -16,11 +16,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -256,6 +257,27 @@ def alternating(items: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
     for number in range(rounds):
         for item in items if number % 2 == 0 else reversed(items):
             yield number, item
+
+
+def step_ms(jobs: Mapping[str, Job], *, ranks: int, rounds: int, burst: int) -> dict[str, float]:
+    """Median milliseconds of CPU time of all ranks together in a step, by name.
+
+    Sessions answer a number of steps with the seconds of each.
+
+    Raises:
+        RuntimeError: a group has failed.
+    """
+    groups = [WorkerGroup(name, job, ranks=ranks) for name, job in jobs.items()]
+    found: dict[str, list[float]] = {name: [] for name in jobs}
+    with running(groups, print):
+        for group in groups:
+            group.turn(5)
+        for _, group in interleaved(groups, rounds):
+            found[group.name] += map(sum, zip(*group.turn(burst), strict=True))
+        for group in groups:
+            if group.error:
+                raise RuntimeError(f"{group.name}: {group.error}")
+    return {name: 1e3 * median(seconds) for name, seconds in found.items()}
 
 
 class Clock:

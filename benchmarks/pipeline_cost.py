@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from interleaving import Clock, WorkerGroup, interleaved, running
+from interleaving import Clock, step_ms
 from machine import describe
 
 if TYPE_CHECKING:
@@ -165,19 +163,9 @@ class OfZeroShard:
 
 
 def measure(width: int, rounds: int, burst: int) -> dict[str, float]:
-    """Median milliseconds of CPU time of all ranks together in a step."""
-    groups = [WorkerGroup(name, Training(name, width), ranks=RANKS) for name in SYSTEMS]
-    found: dict[str, list[float]] = {name: [] for name in SYSTEMS}
-    with running(groups, print):
-        for group in groups:
-            group.turn(5)
-        for _, group in interleaved(groups, rounds):
-            answers: Sequence[Any] = group.turn(burst)
-            found[group.name] += map(sum, zip(*answers, strict=True))
-        for group in groups:
-            if group.error:
-                raise RuntimeError(f"{group.name}: {group.error}")
-    return {name: 1e3 * median(seconds) for name, seconds in found.items()}
+    """See :func:`step_ms`."""
+    jobs = {name: Training(name, width) for name in SYSTEMS}
+    return step_ms(jobs, ranks=RANKS, rounds=rounds, burst=burst)
 
 
 def main() -> None:
