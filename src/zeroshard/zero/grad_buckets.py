@@ -1,10 +1,11 @@
 """Which gradients are reduced together, and when: the policy of buckets.
 
-A policy is a function that every rank calls with the same buffers in the same order, that in which they
-are reduced. It cuts the list into launches and changes no place: ranks that ordered collectives
-differently would wait for each other without end (ADR 0004). A launch starts when backward has given all
-gradients of its buffers and the launches before it have started. ``engine/build_runtime.py:
-_build_reducer`` gives the policy to :class:`~zeroshard.zero.reduce.GradReducer`.
+A policy is a function that every rank calls with the same buffers, in the order in which backward reaches
+their units. It returns launches in the order in which they start, the same on every rank: ranks that
+ordered collectives differently would wait for each other without end (ADR 0004). A launch starts when
+backward has given all gradients of its buffers and the launches before it have started.
+:class:`~zeroshard.zero.reduce.GradReducer` uses :func:`by_block`, unless
+``engine/build_runtime.py: _build_reducer`` passes another policy.
 """
 
 from __future__ import annotations
