@@ -117,12 +117,7 @@ def expert_sizes(asked: Sequence[int], *, ranks: int, node: int) -> tuple[int, .
     Raises:
         UsageError: a size does not divide the ranks of the run.
     """
-    for size in asked:
-        if ranks % size:
-            raise UsageError(
-                f"--fit-axes: {size} ranks that share experts do not divide --ranks {ranks}. Sizes that "
-                f"do: {_listed(_divisors(ranks))}."
-            )
+    _check_divide(asked, ranks, "ranks that share experts")
     return tuple(asked) or _divisors(gcd(ranks, node))
 
 
@@ -133,13 +128,17 @@ def pipeline_sizes(asked: Sequence[int], *, ranks: int) -> tuple[int, ...]:
     Raises:
         UsageError: a size does not divide the ranks of the run.
     """
+    _check_divide(asked, ranks, "pipeline stages")
+    return tuple(asked) or tuple(size for size in _divisors(ranks) if size <= MOST_STAGES)
+
+
+def _check_divide(asked: Sequence[int], ranks: int, what: str) -> None:
     for size in asked:
         if ranks % size:
             raise UsageError(
-                f"--fit-axes: {size} pipeline stages do not divide --ranks {ranks}. Sizes that do: "
+                f"--fit-axes: {size} {what} do not divide --ranks {ranks}. Sizes that do: "
                 f"{_listed(_divisors(ranks))}."
             )
-    return tuple(asked) or tuple(size for size in _divisors(ranks) if size <= MOST_STAGES)
 
 
 def tensor_sizes(
