@@ -291,8 +291,8 @@ MUTATIONS = [
     Mutation(
         "stage-1-reduces-every-micro-batch",  # stage 1 only
         "engine/build_runtime.py",
-        'eager=stage.shards_grads and frame.traffic.reduce == "micro_batch"',
-        'eager=stage.shards_optimizer and frame.traffic.reduce == "micro_batch"',
+        'eager = stage.shards_grads and frame.traffic.reduce == "micro_batch"',
+        'eager = stage.shards_optimizer and frame.traffic.reduce == "micro_batch"',
         "tests/accounting/test_traffic.py::test_accumulation_is_free_below_stage_2_and_reduces_every_micro_batch_above",
     ),
     Mutation(
@@ -426,9 +426,23 @@ MUTATIONS = [
     Mutation(
         "gathers-before-earlier-second-hops",  # ranks that wait in different orders
         "comm/nested.py",
-        "        self.free_hop(self.outer)\n",
-        "",
+        "        self.free_hop(self.outer)\n        first = self.outer.all_gather(",
+        "        first = self.outer.all_gather(",
         "tests/ranks/test_nested.py::test_collectives_of_one_hop_start_in_the_order_of_the_calls",
+    ),
+    Mutation(
+        "edits-of-gradients-miss-the-sum-of-the-node",  # between micro-batches only
+        "zero/gradients.py",
+        "for flat in (self.node_sum_P, reduced_S)",
+        "for flat in (reduced_S,)",
+        "tests/ranks/test_boundary_sums.py::test_programs_see_and_change_the_same_gradients",
+    ),
+    Mutation(
+        "sums-of-nodes-in-the-dtype-of-the-accumulation",  # twice the bytes over the slow link
+        "zero/node_sums.py",
+        "sum_P.to(buffer.unit.row.reduce), None",
+        "sum_P, None",
+        "tests/ranks/test_boundary_sums.py::test_sums_pass_in_the_dtype_of_reductions",
     ),
     Mutation(
         "reduction-of-replicas-not-waited-for",  # streams of a device only

@@ -88,12 +88,16 @@ def test_replicas_shard_the_experts_of_which_each_has_one_copy(stage):
     assert_equal(found, tiny.in_one_process(setting, 4))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "outer"), [*((stage, "bucket") for stage in STAGES), (2, "boundary"), (3, "boundary")]
+)
 @on_ranks(8, timeout=180)
-def test_replicas_of_sharded_experts_equal_one_process(stage):
+def test_replicas_of_sharded_experts_equal_one_process(stage, outer):
     """Experts are gathered inside a replica; only their gradients are added over replicas."""
-    mesh, setting = Mesh(data_replicate=2, data_shard=4), Setting(k=1, starved=(3,), hungry=1)
-    with opened(setting, 2, stage, mesh=mesh) as engine:
+    mesh = Mesh(data_replicate=2, data_shard=4)
+    setting = Setting(micro=2 if outer == "boundary" else 1, k=1, starved=(3,), hungry=1)
+    zero = {"zero_optimization": {"stage": stage, "hierarchy": {"outer_reduce": outer}}}
+    with opened(setting, 2, stage, mesh=mesh, **zero) as engine:
         comm = engine._watch.experts[2]
         assert (comm.size, comm.replicas) == (2, 2)
         found = trained(engine, setting)

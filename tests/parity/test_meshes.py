@@ -97,11 +97,15 @@ def test_three_ranks(stage):
         check(engine)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "outer"),
+    [*((stage, "bucket") for stage in (0, 1, 2, 3)), (2, "boundary"), (3, "boundary")],
+)
 @on_ranks(8, timeout=100)
-def test_replicas_of_a_pipeline(stage):
+def test_replicas_of_a_pipeline(stage, outer):
     """Also the elements that a rank sends on each of the two hops of its stage in one step."""
-    with open_engine(PIPELINE_REPLICAS, stage, model=build(torch.float64)) as engine:
+    zero, model = {"hierarchy": {"outer_reduce": outer}}, build(torch.float64)
+    with open_engine(PIPELINE_REPLICAS, stage, model=model, zero=zero) as engine:
         check(engine)
         recorders = {recorder.group.split()[0]: recorder for recorder in engine._watch.recorders}
         for recorder in recorders.values():
@@ -111,12 +115,13 @@ def test_replicas_of_a_pipeline(stage):
             unit.wait_for_unshard()
         N = sum(unit.layout.full_numel for unit in engine.runtime.units)
         S, reductions = N // 2, MICRO_BATCHES if stage >= 2 else 1
-        inner, outer = recorders["holders"].sent_numel, recorders["replicas"].sent_numel
-        assert inner["reduce_scatter"] == reductions * (N - S)
+        inside, between = recorders["holders"].sent_numel, recorders["replicas"].sent_numel
+        assert inside["reduce_scatter"] == reductions * (N - S)
         if stage < 3:
-            assert inner["all_gather"] == N - S
-        sent = {op: numel for op, numel in outer.items() if numel}
-        assert sent == dict.fromkeys(("reduce_scatter", "all_gather"), reductions * S / 2)
+            assert inside["all_gather"] == N - S
+        passed = 1 if outer == "boundary" else reductions
+        sent = {op: numel for op, numel in between.items() if numel}
+        assert sent == dict.fromkeys(("reduce_scatter", "all_gather"), passed * S / 2)
 
 
 # -- offload ---------------------------------------------------------------------------------------

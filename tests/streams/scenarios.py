@@ -26,6 +26,7 @@ from unittest import mock
 
 import torch
 from kit import DTYPES, config, engine
+from support.nodes import KEYS
 from torch import nn
 from zeroshard_testing.streams import Finding, Watch, pretend_cuda
 
@@ -97,7 +98,10 @@ def cuda(ranks: int = 1, query: bool | None = None) -> Iterator[Watch]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One training. ``query``: what ``Event.query`` answers. ``program``: a function of this module."""
+    """One training. ``query``: what ``Event.query`` answers. ``program``: a function of this module.
+
+    ``nodes``: those of ``support/nodes.py`` that four ranks are on.
+    """
 
     stage: int
     offload: str
@@ -105,10 +109,12 @@ class Scenario:
     ranks: int = 1
     precision: str = "fp32"
     query: str = "always"
+    nodes: str | None = None
 
     def __str__(self) -> str:
         text = f"stage {self.stage}, {self.offload}, {self.program}, {self.ranks} ranks"
-        return f"{text}, {self.precision}, {self.query} done"
+        text = f"{text}, {self.precision}, {self.query} done"
+        return text if self.nodes is None else f"{text}, {self.nodes}"
 
 
 def fused_adamw(params: Any) -> torch.optim.Optimizer:
@@ -140,7 +146,7 @@ class Run:
 
     def open(self, net: nn.Module | None = None, **keys: Any) -> Any:
         """The engine of the scenario, by default of :func:`model`."""
-        zero = zero_section(self.scenario.offload, self.folder)
+        zero = zero_section(self.scenario.offload, self.folder) | KEYS[self.scenario.nodes]
         scale = {"fp16": {"enabled": True, "loss_scale": 64}}
         if self.scenario.precision == "fp16":
             keys = {**scale, **keys}
@@ -341,9 +347,9 @@ class _Raises(torch.autograd.Function):
         raise KeyError("in backward")
 
 
-def exception_in_backward(run: Run) -> None:
+def exception_in_backward(run: Run, **keys: Any) -> None:
     """Backward ends in the middle; the step begins anew."""
-    trained = run.open()
+    trained = run.open(**keys)
     for at in range(3):
         if at == 1:
             hook = run.model[1].register_forward_hook(lambda _m, _i, out: _Raises.apply(out))
@@ -462,6 +468,11 @@ def sums(run: Run) -> None:
     run.finish(trained)
 
 
+def exception_in_micro_batch(run: Run) -> None:
+    """The same, while several micro-batches are summed."""
+    exception_in_backward(run, gradient_accumulation_steps=2)
+
+
 def load(run: Run) -> None:
     """A checkpoint is loaded right after a step."""
     trained = run.open()
@@ -533,7 +544,7 @@ SPECIAL = {
     program.__name__: program
     for program in (
         reports, buffers, edits_in_forward, unused_module, masters, sharded_construction, sums,
-        load, two_offloads, close_by_error, on_the_cpu,
+        exception_in_micro_batch, load, two_offloads, close_by_error, on_the_cpu,
     )
 }  # fmt: skip
 """Programs that need an ordering statement which no program above needs alone."""
@@ -633,6 +644,11 @@ def is_allowed(scenario: Scenario) -> bool:
         return False
     if scenario.stage != 3 and scenario.offload in ("parameters", "all disk"):
         return False
+    nodes = scenario.nodes or ""
+    if nodes == "hpz" and scenario.stage != 3:
+        return False
+    if ("hpz" in nodes or "hybrid" in nodes) and scenario.offload in ("parameters", "all disk"):
+        return False  # second shards stay on the device
     return not (scenario.ranks > 1 and scenario.program == "background_save")
 
 

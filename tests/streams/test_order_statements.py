@@ -16,6 +16,12 @@ from zeroshard_testing import on_ranks
 
 from zeroshard.zero.unit import Unit
 
+
+def on_nodes(program: str) -> Scenario:
+    """Four ranks on two nodes, whose sums pass between them once per step."""
+    return Scenario(3, "none", program, 4, "bf16", nodes="replicas boundary")
+
+
 SHOWN: list[tuple[str, str, str, Scenario]] = [
     ("checkpoint/save.py", "snapshot", "ops_of(device).synchronize",
      Scenario(2, "none", "background_save")),
@@ -133,6 +139,10 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
      Scenario(3, "none", "sharded_construction", 4)),
     ("zero/materialize.py", "ParamScatterer._send_until", "self.comm.broadcast",
      Scenario(0, "none", "plain", 4)),
+    ("zero/node_sums.py", "NodeSums.drain", "handle.wait()", on_nodes("accumulation")),
+    ("zero/node_sums.py", "NodeSums.drain", "passing.wait()", on_nodes("accumulation")),
+    ("zero/node_sums.py", "NodeSums.summed", "handle.wait()", on_nodes("sums")),
+    ("zero/node_sums.py", "NodeSums.abandon", "flight.popleft", on_nodes("exception_in_micro_batch")),
     ("zero/optimizer.py", "ShardedOptimizer.wait_for_worker", "self._worker.wait",
      Scenario(2, "optimizer", "background_save")),
     ("zero/param_bucket.py", "BucketedParameter.send", "self.context.comm.broadcast",

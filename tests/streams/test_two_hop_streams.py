@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from unittest import mock
 
@@ -9,7 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from ordering import removed, statements
-from scenarios import cuda, in_child, prepare
+from scenarios import (
+    OFFLOADS,
+    PROGRAMS,
+    Scenario,
+    cuda,
+    in_child,
+    is_allowed,
+    prepare,
+    run_scenario,
+)
+from support.covering import covering, sampled
+from support.nodes import KEYS
 from zeroshard_testing import on_ranks
 
 from zeroshard.comm import hops
@@ -56,7 +68,37 @@ def train(comm: TwoHops, shard_numel: int) -> list[float]:
     return values
 
 
-def run(shard_numel: int, without=None, kind=TwoHopComm) -> tuple[list[str], list[float], int]:
+def hops_apart(comm: TwoHops, shard_numel: int) -> list[float]:
+    """Each hop of a reduction alone, several in flight, with additions in between."""
+    values = []
+    numel = comm.size * shard_numel
+    for at in range(3):
+        sums_P = []
+        for _ in range(3):
+            full_N = torch.full((numel,), 1.0 + at, device="cuda")
+            part_P = torch.empty(numel // comm.inner.size, device="cuda")
+            comm.reduce_inside(part_P, full_N, name="r").wait()
+            del full_N
+            sums_P.append(part_P.add_(1.0))
+        outs_S = [
+            sum_P if len(sum_P) == shard_numel else sum_P.new_empty(shard_numel) for sum_P in sums_P
+        ]
+        handles = [
+            comm.reduce_between(out_S, sum_P, name="r")
+            for out_S, sum_P in zip(outs_S, sums_P, strict=True)
+        ]
+        del sums_P
+        again_P = torch.zeros(numel, device="cuda")
+        for handle in reversed(handles):
+            handle.wait()
+        del handles, again_P
+        values += [float(out_S.sum()) for out_S in outs_S]
+    return values
+
+
+def run(
+    shard_numel: int, without=None, kind=TwoHopComm, training=train
+) -> tuple[list[str], list[float], int]:
     """Findings, values, and host waits between the calls and the reads."""
     prepare()
 
@@ -67,7 +109,7 @@ def run(shard_numel: int, without=None, kind=TwoHopComm) -> tuple[list[str], lis
                 full_N = torch.ones(comm.size * shard_numel, device="cuda")
                 handle = comm.reduce_scatter(full_N[:shard_numel], full_N, name="warm")
                 handle.wait()
-            values = train(comm, shard_numel)
+            values = training(comm, shard_numel)
             found = [str(finding) for finding in watch.findings]
             waits = sum(watch.waits("hops").values())
             comm.close()
@@ -89,9 +131,22 @@ def test_the_hops_are_ordered_and_the_host_does_not_wait(kind, shard_numel):
     assert values == [4.0 * (1 + at) * shard_numel for at in range(3) for _ in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "shard_numel"), [(TwoHopComm, 8), (TwoHopComm, 5), (NestedComm, 8)]
+)
+@on_ranks(1, group=False)
+def test_hops_that_are_called_apart_are_ordered(kind, shard_numel):
+    found, values, _ = run(shard_numel, kind=kind, training=hops_apart)
+    assert not found, "\n".join(found)
+    assert values == [
+        2.0 * (2.0 * (1 + at) + 1.0) * shard_numel for at in range(3) for _ in range(3)
+    ]
+
+
 NEEDED = [
     ("_DeviceQueue.add", "first.wait()"),
     ("_DeviceQueue.add", "last.wait()"),
+    ("_DeviceQueue.add", "self.stream.wait_stream(self.ops.current_stream())"),
     ("TwoHopComm.broadcast", "handle.wait()"),
     ("_CopyBack.wait", "handle.wait()"),
     ("_Queued.wait", "queue.ops.current_stream().wait_event(self._event)"),
@@ -105,7 +160,28 @@ HOST = {"_InParts.send", "_InParts.wait", "_Later.wait", "TwoHopComm._add_and_ga
 def test_without_it_a_mistake_is_found(function, call):
     found = [s for s in in_two_hop() if (s.function, s.call) == (function, call)]
     assert found, f"{function} has no statement {call!r} any more: remove its row"
-    assert run(5, without=removed(found[0]))[0]
+    assert any(run(5, without=removed(found[0]), training=each)[0] for each in (train, hops_apart))
+
+
+SCENARIOS = [
+    Scenario(*row)
+    for row in covering(
+        [
+            row
+            for row in itertools.product(
+                (0, 1, 2, 3), OFFLOADS, PROGRAMS, (4,), ("fp32", "bf16"), ("always", "never"), KEYS
+            )
+            if row[-1] is not None and is_allowed(Scenario(*row))
+        ]
+    )
+]
+
+
+@pytest.mark.parametrize("scenario", sampled(SCENARIOS, every=6), ids=str)
+@on_ranks(1, group=False)
+def test_engines_on_nodes_are_ordered(scenario):
+    outcome = run_scenario(scenario)
+    assert not outcome.findings, str(outcome)
 
 
 class Forgetful(hops._Queued):

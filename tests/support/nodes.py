@@ -18,6 +18,13 @@ KEYS: Mapping[str | None, dict[str, Any]] = {
     "two hops": {"hierarchy": {"inner": 2}},
     "hybrid": {"hierarchy": {"inner": 2, "shard_over": "hybrid"}},
     "replicas": {"hierarchy": {"inner": 2, "shard_over": "inner"}},
+    "boundary": {"hierarchy": {"inner": 2, "outer_reduce": "boundary"}},
+    "hybrid boundary": {
+        "hierarchy": {"inner": 2, "shard_over": "hybrid", "outer_reduce": "boundary"}
+    },
+    "replicas boundary": {
+        "hierarchy": {"inner": 2, "shard_over": "inner", "outer_reduce": "boundary"}
+    },
 }
 """Keys of ``zero_optimization``; None: one hop."""
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Comm, Handle, queues_on_device
+from zeroshard.comm.collectives import DONE, Comm, Handle, queues_on_device
 from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.scratch import KeepsScratch, Scratch
 from zeroshard.device.accelerator import AcceleratorOps, on_stream
@@ -55,18 +55,32 @@ class TwoHops(KeepsScratch):
         """Memory that the inner hop can send from. The outer hop sends less."""
         return self.inner.allocate(numel, dtype=dtype, device=device)
 
+    def reduce_inside(self, out_P: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """The first hop of a reduction alone. ``out_P``, P = N / I: the sum over the I ranks inside."""
+        self.free_hop(self.inner)
+        return self.in_order(self.inner.reduce_scatter(out_P, full_N, name=name))
+
+    def reduce_between(self, out_S: Tensor, sum_P: Tensor, *, name: str) -> Handle:
+        """The second hop alone, of a sum over the ranks of a node. ``sum_P`` is overwritten."""
+        raise NotImplementedError
+
     def in_parts(
-        self, first: Handle, second: Callable[[], Handle], hop: Comm, buffers: tuple[Tensor, ...]
+        self,
+        first: Handle | None,
+        second: Callable[[], Handle],
+        hop: Comm,
+        buffers: tuple[Tensor, ...],
     ) -> Handle:
         """The handle of a collective whose ``first`` part has started.
 
-        ``second`` starts the second part, on ``hop``. ``buffers``: memory of both parts; not empty.
+        ``second`` starts the second part, on ``hop``. ``first``: None if nothing comes before it but what
+        the current stream has queued. ``buffers``: memory of both parts; not empty.
         """
         if self.queues_on_device and buffers[0].device.type != "cpu":
             if self._queue is None:
                 self._queue = _DeviceQueue(buffers[0].device)
             return self._queue.add(first, second, buffers)
-        parts = _InParts(self, first, second, hop)
+        parts = _InParts(self, first or DONE, second, hop)
         self._unsent.append(parts)
         return parts
 
@@ -181,11 +195,14 @@ class _DeviceQueue:
         self.unwaited: set[_Queued] = set()
 
     def add(
-        self, first: Handle, second: Callable[[], Handle], buffers: tuple[Tensor, ...]
+        self, first: Handle | None, second: Callable[[], Handle], buffers: tuple[Tensor, ...]
     ) -> Handle:
         """Queue the second part behind the first one. The current stream waits for nothing."""
+        if first is None:
+            self.stream.wait_stream(self.ops.current_stream())
         with on_stream(self.stream):
-            first.wait()
+            if first is not None:
+                first.wait()
             last = second()
             last.wait()
             event = self.ops.event()

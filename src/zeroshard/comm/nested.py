@@ -85,6 +85,11 @@ class NestedComm(TwoHops):
         second = partial(self.outer.reduce_scatter, out_S, part_M, name=name)
         return self.in_parts(first, second, self.outer, (full_N, out_S))
 
+    def reduce_between(self, out_S: Tensor, sum_P: Tensor, *, name: str) -> Handle:
+        """Sum over the nodes. ``sum_P`` is the sum of a node part."""
+        self.free_hop(self.outer)
+        return self.in_order(self.outer.reduce_scatter(out_S, sum_P, name=name))
+
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """``[W, K]``: the vectors of all ranks, in order."""
         self.send_through(None)

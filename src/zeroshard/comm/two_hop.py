@@ -89,6 +89,11 @@ class TwoHopComm(TwoHops):
         add = partial(self.add_replicas, out_S, name)
         return self.in_parts(inner, add, self.outer, (out_S, full_N))
 
+    def reduce_between(self, out_S: Tensor, sum_P: Tensor, *, name: str) -> Handle:
+        """Sum over the R replicas, in place: ``out_S`` is ``sum_P``."""
+        assert out_S.data_ptr() == sum_P.data_ptr()
+        return self.in_parts(None, partial(self.add_replicas, out_S, name), self.outer, (out_S,))
+
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """``[R * W, K]``: the vectors of all ranks. Row ``r * W + s`` is that of rank s of replica r.
 

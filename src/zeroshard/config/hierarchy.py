@@ -19,6 +19,7 @@ QUANTIZED = (
 
 _HPZ = f"{_ZERO}.zero_hpz_partition_size"
 _INNER = f"{_ZERO}.hierarchy.inner"
+_OUTER = f"{_ZERO}.hierarchy.outer_reduce"
 
 
 def node_size(zero: ZeroConfig) -> tuple[int, str]:
@@ -34,9 +35,22 @@ def shares_params_in_nodes(zero: ZeroConfig) -> bool:
     return asked and STAGES[zero.stage].shards_params
 
 
+def keeps_node_sums(zero: ZeroConfig) -> bool:
+    """Whether sums of several micro-batches pass between nodes once per step, if there are nodes.
+
+    At stages 0 and 1 each rank adds its micro-batches itself, and there is one reduction anyway.
+    """
+    return zero.hierarchy.outer_reduce == "boundary" and STAGES[zero.stage].shards_grads
+
+
 def quantized_contradictions(zero: ZeroConfig) -> Iterator[str]:
     """One line for each key of ZeRO++ that rounds, and has nothing to round or rounds what is exact."""
     param = zero.offload_param
+    if zero.zero_quantized_gradients and zero.hierarchy.outer_reduce == "boundary":
+        yield (
+            f'{_OUTER}: "boundary" with {QUANTIZED[2]}: true, but sums that wait for the last '
+            "micro-batch are not quantized; leave one of the two out"
+        )
     for name in QUANTIZED:
         if not getattr(zero, name):
             continue
@@ -87,7 +101,8 @@ def with_nodes(resolved: ResolvedMesh, zero: ZeroConfig) -> ResolvedMesh:
     """The mesh with the nodes of the configuration. One node changes nothing, and one rank needs none.
 
     Raises:
-        ConfigError: shard groups do not consist of whole nodes, or there are replicas as well.
+        ConfigError: shard groups do not consist of whole nodes, or there are replicas as well, or
+            something is asked of nodes and there are none.
     """
     node, key = node_size(zero)
     mesh = resolved.mesh
@@ -97,7 +112,9 @@ def with_nodes(resolved: ResolvedMesh, zero: ZeroConfig) -> ResolvedMesh:
             f"replicas are not quantized; use {_HPZ} in place of replicas, or leave one of the two out"
         )
     shares = mesh.data_shard * mesh.sequence
-    if node == 1 or (shares in (1, node) and mesh.data_replicate == 1):
+    _check_outer(zero, mesh)
+    is_replica = zero.hierarchy.shard_over == "inner" and shares == node
+    if node == 1 or is_replica or (shares in (1, node) and mesh.data_replicate == 1):
         return resolved
     if mesh.data_replicate > 1:
         raise ConfigError(
@@ -115,6 +132,15 @@ def with_nodes(resolved: ResolvedMesh, zero: ZeroConfig) -> ResolvedMesh:
     if zero.hierarchy.shard_over == "inner":
         return _replicas_of_nodes(resolved, node)
     return replace(resolved, mesh=replace(mesh, node=node))
+
+
+def _check_outer(zero: ZeroConfig, mesh: Mesh) -> None:
+    """Refuse a second hop once per step where there is no second hop."""
+    if zero.hierarchy.outer_reduce == "boundary" and node_size(zero)[0] == mesh.data_replicate == 1:
+        raise ConfigError(
+            f'{_OUTER}: "boundary", but there are neither nodes nor replicas between which gradients '
+            f"would be added; write the ranks of a node in {_INNER}, or leave the key out"
+        )
 
 
 def _replicas_of_nodes(resolved: ResolvedMesh, node: int) -> ResolvedMesh:

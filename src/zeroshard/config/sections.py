@@ -328,6 +328,13 @@ class HierarchyConfig(Section):
         "ranks of a node share the parameters, at stage 3; all ranks share the other states. inner: the "
         "ranks of a node share every state, as with parallel.data_replicate.",
     )
+    outer_reduce: Annotated[Literal["bucket", "boundary"], Lower] = honour(
+        "bucket",
+        "When gradients are added over nodes, or over the replicas of parallel.data_replicate. bucket: "
+        "with each reduction, so in each micro-batch at stages 2 and 3. boundary: once per step (MiCS). "
+        "A rank then holds the sums of its node between micro-batches. At stages 0 and 1 it is once "
+        "per step anyway.",
+    )
 
 
 class TensorParallelDetails(Section):

@@ -32,7 +32,8 @@ class UnitBytes:
     ``grad_nbytes``: gradients that wait on the device for the update or for further micro-batches.
     ``stored_grad_nbytes``: reduced gradients that wait in ``grad_tier``. ``group``: that of units that
     are gathered and reduced together; "": it is alone. ``second_nbytes``: what a rank keeps at stage 3
-    beside its shard, the shards of other nodes.
+    beside its shard, the shards of other nodes. ``node_sum_nbytes``: what the sums of a node have more
+    than ``grad_nbytes`` counts, until they pass between nodes.
     """
 
     layout: UnitLayout
@@ -48,6 +49,7 @@ class UnitBytes:
     rank: int | None = None
     group: str = ""
     second_nbytes: int = 0
+    node_sum_nbytes: int = 0
 
 
 def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Key, int]:
@@ -76,6 +78,7 @@ def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Ke
         total["gradients", Tier.DEVICE] += unit.grad_nbytes * (
             shard if stage.shards_grads else full
         )
+        total["gradients", Tier.DEVICE] += unit.node_sum_nbytes
         total["gradients", unit.grad_tier] += unit.stored_grad_nbytes * shard
         for span in unit.spans or (Span(0, high - low, Tier.DEVICE),):
             total["master", span.tier] += unit.master_nbytes * (span.end - span.begin)

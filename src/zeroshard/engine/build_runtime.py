@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.dtensors import local_of
+from zeroshard.comm.hops import TwoHops
 from zeroshard.comm.nested import NestedComm
 from zeroshard.comm.quantized import QuantizedSums
 from zeroshard.comm.wire import wire_nbytes
 from zeroshard.config import Config
-from zeroshard.config.hierarchy import shares_params_in_nodes
+from zeroshard.config.hierarchy import keeps_node_sums, shares_params_in_nodes
 from zeroshard.core.layout import is_split
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
@@ -56,6 +57,7 @@ from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.copy_sums import CopySums
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.life import Life
+from zeroshard.zero.node_sums import NodeSums
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
 from zeroshard.zero.reduce import MAX_IN_FLIGHT, GradReducer
@@ -156,10 +158,24 @@ def _plan_bytes(
         shards_grads=stage.shards_grads,
         offload_plan=offload_plan,
     )
-    return [
+    rows = [
         _of_holders(row, spec, draft.loaded.config, gathers_of(spec, watch))
         for spec, row in zip(draft.specs, plan, strict=True)
     ]
+    if not (keeps_node_sums(draft.loaded.config.zero_optimization) and accumulation.expects_more()):
+        return rows
+    return [
+        _with_node_sum(row, spec, reductions_of(spec, watch)) if spec.trainable else row
+        for spec, row in zip(draft.specs, rows, strict=True)
+    ]
+
+
+def _with_node_sum(row: UnitBytes, spec: UnitSpec, comm: Comm) -> UnitBytes:
+    """With the sum of a node, which several micro-batches add to."""
+    if not isinstance(comm, TwoHops):
+        return row
+    nbytes = row.layout.full_numel // comm.inner.size * spec.row.grad_accum.itemsize
+    return replace(row, node_sum_nbytes=nbytes - row.grad_nbytes * row.layout.shard_numel)
 
 
 def _of_holders(row: UnitBytes, spec: UnitSpec, config: Config, comm: Comm) -> UnitBytes:
@@ -383,11 +399,14 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
         if spec.trainable
     ]
     watch = frame.watch
+    eager = stage.shards_grads and frame.traffic.reduce == "micro_batch"
+    in_flight_limit = MAX_IN_FLIGHT if zero.overlap_comm else 0
     return GradReducer(
         buffers,
-        eager=stage.shards_grads and frame.traffic.reduce == "micro_batch",
+        eager=eager,
         whole=not stage.shards_optimizer,
-        in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
+        in_flight_limit=in_flight_limit,
+        node_sums=NodeSums(buffers, in_flight_limit) if eager and keeps_node_sums(zero) else None,
         predivide=predivide(
             frame.config,
             frame.draft.num_terms,

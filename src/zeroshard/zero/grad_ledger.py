@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 CATEGORIES = ("gradients", "buckets", "scratch")
 GRADIENTS, BUCKETS, SCRATCH = range(3)
-_TRANSIENT = (BUCKETS, BUCKETS, SCRATCH, GRADIENTS, GRADIENTS)
-_KEPT = (GRADIENTS,) * 5
+_TRANSIENT = (BUCKETS, BUCKETS, SCRATCH, GRADIENTS, GRADIENTS, GRADIENTS)
+_KEPT = (GRADIENTS,) * 6
 """The category of each tensor of a buffer, in the order of :meth:`HoldsGrads.flats`."""
 _NOTHING = [0, 0, 0]
 
@@ -30,7 +30,8 @@ class HoldsGrads(Protocol):
     reported: list[int]
 
     def flats(self) -> tuple[Tensor | None, ...]:
-        """The local sum, input and result of the reduction in flight, the reduced gradient, the whole."""
+        """The local sum, input and result of the reduction in flight, the sum of a node, the reduced
+        gradient, the whole."""
         ...
 
 

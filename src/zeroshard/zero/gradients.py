@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from zeroshard.offload.grad_store import GradStore
     from zeroshard.zero.addends import AddendSlots
 
-
 GROUP_NUMEL = 2**18
 """At most this many elements of gradients wait to be copied together.
 
@@ -107,24 +106,22 @@ class GradBuffer:
         self.reducing_N: Tensor | None = None  # the input of the reduction in flight
         self.reduce_result_S: Tensor | None = None  # its output
         self._views: list[Tensor] | None = None  # of grads_N, by slot; None: not made yet
-        self.filled = [False] * len(
-            unit.params
-        )  # by slot: is there a gradient, in grads_N or waiting?
+        # By slot: is there a gradient, in grads_N or waiting?
+        self.filled = [False] * len(unit.params)
         self._waiting: dict[int, Tensor] = {}  # by slot: gradients that are not in grads_N yet
         self._waiting_numel = 0
-        self._lent = [False] * len(
-            unit.params
-        )  # by slot: ``param.grad`` is the slot of ``grads_N``
+        # By slot: ``param.grad`` is the slot of ``grads_N``.
+        self._lent = [False] * len(unit.params)
         self._is_lent = False  # any of them
-        self.is_unwatched = (
-            False  # no hook tells of gradients: all slots are lent, or none is filled
-        )
+        # No hook tells of gradients: all slots are lent, or none is filled.
+        self.is_unwatched = False
         self._version = 0  # of grads_N when an unwatched backward began
         self.has_grad = [False] * len(unit.params)  # by slot: any gradient since the last step?
         self.num_ready = 0  # gradients that arrived in the running backward
         self._local_dtype = unit.row.reduce
         self.rescale: Tensor | None = None  # 0-dim: what gradients of the running backward lack
         self.complete = False  # the running backward gives no more gradients
+        self.node_sum_P: Tensor | None = None  # of this step's micro-batches: see [Note: node sums]
         self._reduced_S: Tensor | None = None
         self.reduced_N: Tensor | None = None
         self.store = rest
@@ -469,14 +466,17 @@ class GradBuffer:
         if any(op in ("mul_", "div_") for _, op, _ in changes):
             self.check_not_offloaded()  # the number is on the device
         reduced_S = self.reduced_S
-        begin, end = self.unit.layout.shard_range(self.comm.rank)
+        sums = [flat for flat in (self.node_sum_P, reduced_S) if flat is not None]
+        shard_begin, _ = self.unit.layout.shard_range(self.comm.rank)
 
         def parts_of(index: int) -> list[Tensor]:
             slot = self.unit.layout.slots[index]
-            low, high = max(begin, slot.start), min(end, slot.stop)
             parts = [self.views[index]] if self.filled[index] else []
-            if reduced_S is not None and low < high:
-                parts.append(reduced_S[low - begin : high - begin])
+            for flat in sums:  # a node part is whole shards
+                begin = shard_begin - shard_begin % len(flat)
+                low, high = max(begin, slot.start), min(begin + len(flat), slot.stop)
+                if low < high:
+                    parts.append(flat[low - begin : high - begin])
             return parts
 
         apply(changes, parts_of)
@@ -489,7 +489,7 @@ class GradBuffer:
     def reset(self) -> None:
         """Drop and free the gradients of this step. The caller reports the buffer."""
         self.stand_ins.hide()
-        self.grads_N, self._views = None, None
+        self.grads_N, self._views, self.node_sum_P = None, None, None
         self._waiting, self._waiting_numel = {}, 0
         if self._is_lent:
             self._take_back()
@@ -512,7 +512,7 @@ class GradBuffer:
 
     def held(self) -> list[Tensor]:
         """All gradient memory held here between two backwards, as distinct byte tensors."""
-        return distinct(t for t in (self.grads_N, self._reduced_S, self.reduced_N) if t is not None)
+        return distinct(flat for flat in self.flats() if flat is not None)
 
     def move(self, tier: Tier, carry: Callable[[Tensor], Tensor]) -> None:
         """Move all gradients to ``tier``, unless they are there. ``carry`` copies a byte tensor there."""
@@ -528,9 +528,8 @@ class GradBuffer:
             copy = there[flat.untyped_storage()._cdata]
             return copy[begin : begin + flat.nbytes].view(flat.dtype)
 
-        self.grads_N, self._reduced_S, self.reduced_N = map(
-            moved, (self.grads_N, self._reduced_S, self.reduced_N)
-        )
+        for name in ("grads_N", "node_sum_P", "_reduced_S", "reduced_N"):
+            setattr(self, name, moved(getattr(self, name)))
         self._views = None
         self.ledger.hold("gradients", self.unit.name, 0, self.tier)
         self.tier = tier
@@ -541,7 +540,8 @@ class GradBuffer:
     def flats(self) -> tuple[Tensor | None, ...]:
         """See :class:`~zeroshard.zero.grad_ledger.HoldsGrads`."""
         return (
-            self.grads_N, self.reducing_N, self.reduce_result_S, self._reduced_S, self.reduced_N,
+            self.grads_N, self.reducing_N, self.reduce_result_S, self.node_sum_P, self._reduced_S,
+            self.reduced_N,
         )  # fmt: skip
 
     def report(self) -> None:

@@ -30,6 +30,7 @@ from zeroshard.zero.grad_buckets import BucketPolicy, GradLaunch, by_block
 from zeroshard.zero.grad_ledger import report, report_begun, report_empty, report_ended
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.held_grads import DROP, GradEdit, HeldGrad, HeldGrads
+from zeroshard.zero.node_sums import NodeSums
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Handle, ProcessGroupComm
@@ -69,7 +70,8 @@ class GradReducer:
     reduction (``prescale_gradients``, ``gradient_predivide_factor``).
     ``whole``: every rank needs the whole reduced gradient (stage 0). ``in_flight_limit``: the largest
     number of reductions in flight; with 0 backward waits for each of them. ``policy``: which buffers are
-    reduced together. ``copy_sums``: add gradients over ranks that hold the same parts.
+    reduced together. ``node_sums``: keep sums inside their nodes until the last micro-batch.
+    ``copy_sums``: add gradients over ranks that hold the same parts.
     """
 
     buffers: list[GradBuffer]
@@ -79,6 +81,7 @@ class GradReducer:
     in_flight_limit: int
     policy: BucketPolicy = by_block
     predivide: float = 1.0
+    node_sums: NodeSums | None = None
     copy_sums: Sequence[CopySums] = ()
     reducing: bool = False
     measure: Callable[[], Tensor | None] | None = None  # the norm of what is held; collective
@@ -165,7 +168,10 @@ class GradReducer:
 
     def _launch(self, launch: GradLaunch) -> None:
         """Start the reductions of one buffer or of a group."""
-        buffers = launch.buffers
+        buffers, node_sums = launch.buffers, self.node_sums
+        if node_sums is not None and node_sums.keeps(buffers[0], completes=self._completes):
+            node_sums.reduce(buffers[0], self._taken(buffers[0]), completes=self._completes)
+            return
         is_first = launch.apart and not [b for b in buffers if b.reducing_N is not None]
         sums = [id(buffer.grads_N) for buffer in buffers]  # as reported
         reductions = [self._opened(buffer) for buffer in buffers]
@@ -188,17 +194,22 @@ class GradReducer:
         layout = buffer.unit.layout
         if buffer.is_stored:
             buffer.prefetch()  # read back during the reduction, which adds to it
-        grads_N, dtype = buffer.detach_local(), buffer.unit.row.reduce
-        if self.predivide != 1.0:
-            real_view(grads_N).div_(self.predivide)
-        if grads_N.dtype is not dtype:
-            with buffer.ledger.lend("cast", layout.full_numel * dtype.itemsize):
-                grads_N = grads_N.to(dtype)
+        grads_N = self._taken(buffer)
         if buffer.transient and buffer.comm.size > 1:
             result_S = grads_N.new_empty(layout.shard_numel)
         else:  # grads_N is kept
             result_S = grads_N[slice(*layout.shard_range(buffer.comm.rank))]
         return _Reduction(buffer, grads_N, result_S)
+
+    def _taken(self, buffer: GradBuffer) -> Tensor:
+        """The local gradient ``[N]`` as a reduction reads it. The buffer is empty afterwards."""
+        grads_N, dtype = buffer.detach_local(), buffer.unit.row.reduce
+        if self.predivide != 1.0:
+            real_view(grads_N).div_(self.predivide)
+        if grads_N.dtype is not dtype:
+            with buffer.ledger.lend("cast", buffer.unit.layout.full_numel * dtype.itemsize):
+                grads_N = grads_N.to(dtype)
+        return grads_N
 
     def _reduce_scatter(self, buffer: GradBuffer, grads_N: Tensor, target_S: Tensor) -> Handle:
         """Start the sum over ranks. A part of it would have to be copied first, and waited for."""
@@ -216,6 +227,8 @@ class GradReducer:
         )
 
     def _drain(self, keep: int) -> None:
+        if self.node_sums is not None:
+            self.node_sums.drain(keep)
         widen = self.eager and self._accumulates
         while len(self._in_flight) > keep:
             handle, launch, reductions = self._in_flight.popleft()
@@ -325,6 +338,8 @@ class GradReducer:
     def finish(self) -> None:
         """Reduce everything that arrived, and add what is to be added over the tensor group. At stage 0,
         give every rank the whole gradient."""
+        if self.node_sums is not None:
+            self.node_sums.finish(self.order)
         left = [buf for buf in self.order if buf.grads_N is not None or not buf.is_reduced]
         if left:
             self.reducing, self.waiting, self._running, self._launches = True, False, [], []
@@ -371,6 +386,8 @@ class GradReducer:
         return values_S
 
     def _summed_over_holders(self, buffer: GradBuffer) -> Tensor | None:
+        if self.node_sums is not None and buffer.node_sum_P is not None:
+            return self.node_sums.summed(buffer, buffer.node_sum_P)
         if not self.waiting:
             return buffer.peek()
         layout, row = buffer.unit.layout, buffer.unit.row
@@ -394,6 +411,8 @@ class GradReducer:
         """
         while self._in_flight:
             self._in_flight.popleft().handle.wait()
+        if self.node_sums is not None:
+            self.node_sums.abandon()
         self.reset()
 
     def close(self, *, wait: bool = True) -> None:
@@ -403,6 +422,8 @@ class GradReducer:
                 self.abandon()
         finally:
             self._in_flight.clear()
+            if self.node_sums is not None:
+                self.node_sums.forget()
             self.abandon()
 
     def reset(self) -> None:
