@@ -93,6 +93,26 @@ def test_groups_of_a_mesh_are_process_groups() -> None:
     assert groups._get_tensor_model_parallel_group() is None
 
 
+@on_ranks(8)
+def test_groups_of_experts_are_process_groups() -> None:
+    """For each number of ranks that a layer may share its experts among, not only for the mesh's."""
+    rank = dist.get_rank()
+    groups.use(Mesh(data_replicate=2, data_shard=4, expert=4))
+    for name, size in (("", 4), ("ep_size_4", 4), ("ep_size_2", 2), ("ep_size_1", 1)):
+        shared = range(rank - rank % size, rank - rank % size + size)
+        assert summed(groups._get_expert_parallel_group(name)) == sum(shared), name
+        assert groups._get_expert_parallel_world_size(name) == size
+        same = range(8) if size == 1 else [r for r in range(8) if r % size == rank % size]
+        assert summed(groups._get_expert_data_parallel_group(name)) == sum(same), name
+        assert groups._get_expert_data_parallel_world_size(name) == len(same)
+        assert groups._get_expert_data_parallel_rank(name) == list(same).index(rank)
+    groups.use(Mesh(data_shard=8))
+    assert summed(groups._get_expert_parallel_group()) == rank
+    for ask in (groups._get_expert_parallel_group, groups._get_expert_data_parallel_group):
+        with pytest.raises(UsageError, match="no process group of 2 ranks that share experts"):
+            ask("ep_size_2")
+
+
 @on_ranks(4)
 def test_a_grid_makes_its_groups_and_is_an_mpu() -> None:
     rank = dist.get_rank()

@@ -56,7 +56,7 @@ def configure(
 
 def is_configured() -> bool:
     """Whether :func:`configure` was called."""
-    return bool(_settings)
+    return "cpu" in _settings
 
 
 def reset() -> None:

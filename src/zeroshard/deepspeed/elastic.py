@@ -73,7 +73,9 @@ def _micro_batches(section: Mapping[str, Any]) -> tuple[list[int], int]:
         )
     if int(section.get("model_parallel_size", 1)) > 1:
         raise ConfigError(
-            "elasticity.model_parallel_size: tensor parallelism is not implemented yet; use 1"
+            f"elasticity.model_parallel_size: {section['model_parallel_size']}: batch sizes are computed "
+            "for data-parallel ranks alone. Leave the key out, and divide the number of ranks by that "
+            "of tensor ranks before you compare it with the world sizes."
         )
     return micros, most
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from zeroshard.core.mesh import BATCH, HOLDERS, Mesh
 from zeroshard.deepspeed.collectives import get_rank, get_world_group, get_world_size
+from zeroshard.errors import UsageError
 
 TENSOR, SEQUENCE, PIPELINE = frozenset({"tensor"}), frozenset({"sequence"}), frozenset({"pipeline"})
 ALONE: frozenset[str] = frozenset()
@@ -61,7 +62,8 @@ class MeshGroups:
         Equal groups are opened once, for all meshes.
         """
         found = cls(mesh, get_rank(), _opened_here())
-        for size in {mesh.expert} - {1}:
+        # Layers may share their experts among fewer ranks than the mesh has for them.
+        for size in [size for size in range(2, mesh.expert + 1) if mesh.expert % size == 0]:
             found._open_all(mesh.expert_groups(size))
             found._open_all(mesh.same_expert_groups(size))
         if mesh.is_data_only:
@@ -150,9 +152,13 @@ class MeshGroups:
         return self.mesh.expert_place(self._rank, self._expert_size(group_name))
 
     def get_expert_parallel_group(self, group_name: str = "") -> Any:
-        """The process group of the ranks that share the experts; None: one rank has all."""
+        """The process group of the ranks that share the experts.
+
+        Raises:
+            UsageError: no layer has experts that so many ranks share. (DeepSpeed: an assertion.)
+        """
         size = self._expert_size(group_name)
-        return self._of_ranks(self.mesh.expert_group(self._rank, size)) if size > 1 else None
+        return self._of_ranks(self.mesh.expert_group(self._rank, size), size)
 
     def get_expert_data_parallel_world_size(self, group_name: str = "") -> int:
         """How many ranks hold the same experts."""
@@ -163,8 +169,12 @@ class MeshGroups:
         return self._same_experts(group_name).index(self._rank)
 
     def get_expert_data_parallel_group(self, group_name: str = "") -> Any:
-        """The process group of the ranks that hold the same experts."""
-        return self._of_ranks(self._same_experts(group_name))
+        """The process group of the ranks that hold the same experts.
+
+        Raises:
+            UsageError: as :meth:`get_expert_parallel_group`.
+        """
+        return self._of_ranks(self._same_experts(group_name), self._expert_size(group_name))
 
     def _same_experts(self, group_name: str) -> tuple[int, ...]:
         size = self._expert_size(group_name)
@@ -174,10 +184,19 @@ class MeshGroups:
         _, found, size = group_name.rpartition("ep_size_")
         return int(size) if found and size.isdecimal() else self.mesh.expert
 
-    def _of_ranks(self, ranks: tuple[int, ...]) -> Any:
+    def _of_ranks(self, ranks: tuple[int, ...], size: int) -> Any:
+        """The process group of ``ranks``. Never None, which torch takes for all ranks."""
         if len(ranks) == self.mesh.world_size:
             return get_world_group()
-        return self._process_groups.get(ranks)
+        if len(ranks) == 1 and ranks not in self._process_groups:
+            self._process_groups[ranks] = dist.new_group([*ranks], use_local_synchronization=True)
+        if ranks not in self._process_groups:
+            raise UsageError(
+                f"there is no process group of {size} ranks that share experts: the mesh is "
+                f"{self.mesh.text}, with {self.mesh.expert} expert rank(s). Ask after initialize(), for "
+                "the group_name of a MoE layer of the model, such as ep_size_2."
+            )
+        return self._process_groups[ranks]
 
 
 _opened: dict[

@@ -18,6 +18,7 @@ from zeroshard.config import LoadedConfig, load_config
 from zeroshard.config.schema import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from zeroshard.deepspeed.logs import logger
 from zeroshard.device.choice import current_ops
+from zeroshard.errors import UnsupportedError
 from zeroshard.memory.host_limits import gib, host_limits
 from zeroshard.zero.access import safe_get_full_grad, safe_set_full_grad
 from zeroshard.zero.sharded_parameter import in_order
@@ -194,7 +195,18 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for ordinary gradients. An engine clips its own gradients."""
+    """``torch.nn.utils.clip_grad_norm_`` for ordinary gradients. An engine clips its own gradients.
+
+    Raises:
+        UnsupportedError: ``mpu`` has several model-parallel ranks, over which the norm would be added.
+    """
+    ranks = 1 if mpu is None else mpu.get_model_parallel_world_size()
+    if ranks > 1:
+        raise UnsupportedError(
+            f"clip_grad_norm_(mpu=...) with {ranks} model-parallel ranks: which of these gradients are "
+            "parts, and which are copies, is not known here. Pass the parameters of an engine without "
+            "mpu, whose norm counts each element once, or use the key gradient_clipping."
+        )
     return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
