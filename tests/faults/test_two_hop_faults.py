@@ -57,6 +57,8 @@ def step(comm: TwoHopComm) -> None:
     second = comm.reduce_scatter(out_S, torch.ones(200), name="layers.0")
     for handle in (gather, first, second):
         handle.wait()
+    comm.reduce_inside(out_S, torch.ones(200), name="sum").wait()
+    comm.reduce_between(out_S, out_S, name="sum").wait()
     comm.all_gather_small(torch.zeros(1), name="norm")
 
 
@@ -67,6 +69,8 @@ PLACES = [
     ("outer", "layers.1", 1),  # the sum over replicas
     ("outer", "layers.1", 2),  # the gather of that sum
     ("outer", "norm", 1),
+    ("inner", "sum", 1),  # each hop alone
+    ("outer", "sum", 1),
 ]
 
 
