@@ -1,4 +1,4 @@
-"""Plans of stacked experts in any dtype: fake products of groups of matrices are for bf16 only in torch."""
+"""Plans of stacked experts in any dtype. The fake products of torch take bf16 only."""
 
 from __future__ import annotations
 
