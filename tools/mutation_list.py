@@ -1017,7 +1017,7 @@ MUTATIONS = [
     Mutation(
         "accumulation-ends-with-the-first-piece",
         "integrations/accelerate/sequences.py",
-        "at_end and number == self.sp_world_size",
+        "at_end and number + 1 == self.sp_world_size",
         "at_end",
         "tests/compat/test_sequence_programs.py"
         "::test_an_accumulation_ends_with_the_last_piece_of_the_last_batch",
