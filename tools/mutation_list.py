@@ -1013,6 +1013,14 @@ MUTATIONS = [
         "tests/parity/test_sequence_parallel.py::test_two_sequence_ranks_equal_one_process",
     ),
     Mutation(
+        "later-batches-of-a-pipeline-not-compared",
+        "engine/pipeline_sequences.py",
+        "checksum = digest(batch, checksum)",
+        "checksum = digest(batches[0])",
+        "tests/parity/test_sequence_pipeline.py"
+        "::test_later_micro_batches_that_differ_are_the_same_error_on_every_rank",
+    ),
+    Mutation(
         "own-loss-of-a-pipeline-of-one-sequence-rank",
         "engine/pipeline_sequences.py",
         "model.loss_fn.over_ranks = None if made is None else made.mean",
@@ -1023,7 +1031,7 @@ MUTATIONS = [
     Mutation(
         "accumulation-ends-with-the-first-piece",
         "integrations/accelerate/sequences.py",
-        "at_end and number == self.sp_world_size",
+        "at_end and number + 1 == self.sp_world_size",
         "at_end",
         "tests/compat/test_sequence_programs.py"
         "::test_an_accumulation_ends_with_the_last_piece_of_the_last_batch",

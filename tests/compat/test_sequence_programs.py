@@ -18,8 +18,10 @@ from zeroshard_testing import on_ranks
 from zeroshard import sequence
 from zeroshard.errors import UsageError
 
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
+from zeroshard.integrations.accelerate.sequences import open_sequences  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("deepspeed_on_ranks")
 
 SETTING = Setting(kv_heads=2)
@@ -229,6 +231,84 @@ def test_an_accumulation_ends_with_the_last_piece_of_the_last_batch():
             ends.append(accelerator.sync_gradients)
     assert ends == [False, False, False, True]  # the third one is the first piece of the last batch
     accelerator.free_memory()
+
+
+NUM_ROWS = 11
+"""Of 4 ranks with 2 samples each: the last batch of all has 3 samples, and 5 that fill it."""
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    """Samples of 4 tokens: 10 n, ..., 10 n + 3."""
+    return [
+        {"input_ids": 10 * n + torch.arange(4), "position_ids": torch.arange(4)}
+        for n in range(NUM_ROWS)
+    ]
+
+
+def tokens_of(loader: Any) -> list[list[list[int]]]:
+    return [batch["input_ids"].tolist() for batch in loader]
+
+
+@on_ranks(4, group=False)
+@with_deepspeed
+def test_loaders_that_skip_batches_count_those_that_the_program_gets():
+    accelerator = by_name(1)
+    loader = accelerator.prepare(DataLoader(rows(), batch_size=2))
+    every = tokens_of(loader)
+    assert (len(loader), len(every), len(every[0][0])) == (4, 4, 2)
+    for count in range(5):
+        rest = accelerator.skip_first_batches(loader, count)
+        assert len(rest) == 4 - count
+        assert tokens_of(rest) == every[count:] == tokens_of(rest)  # also in the next epoch
+    twice = accelerator.skip_first_batches(accelerator.skip_first_batches(loader, 1), 2)
+    assert tokens_of(twice) == every[3:]
+    plain = DataLoader(range(4))
+    assert len(accelerator.skip_first_batches(plain, 1)) == 3
+    with pytest.raises(UsageError, match=r"call accelerator.skip_first_batches\(loader, n\)"):
+        accelerate.skip_first_batches(loader, 1)
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("skipped", [0, 3])
+@on_ranks(4, group=False)
+@with_deepspeed
+def test_gathered_for_metrics_are_whole_sequences_once_each(skipped):
+    accelerator = by_name(1)
+    loader = accelerator.prepare(DataLoader(rows(), batch_size=2))
+    loader = accelerator.skip_first_batches(loader, skipped)
+    seen: list[list[int]] = []
+    for batch in loader:
+        ids = batch["input_ids"]
+        first = ids[:, 0] // 10
+        found = accelerator.gather_for_metrics(
+            {"ids": ids, "wide": ids[..., None] * 2.0, "number": first, "nan": first / 0 * 0}
+        )
+        seen += found["ids"].tolist()
+        assert torch.equal(found["wide"][..., 0], found["ids"] * 2.0)
+        assert torch.equal(found["number"], found["ids"][:, 0] // 10)
+        assert len(found["nan"]) == len(found["number"])
+    # A piece is a batch of one rank of each group: of ranks 0 and 2, then of ranks 1 and 3.
+    numbers = [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 10]
+    left = {0: numbers, 3: [10]}[skipped]
+    assert seen == [[10 * number + at for at in range(4)] for number in left]
+    accelerator.free_memory()
+
+
+@on_ranks(4, group=False)
+@with_deepspeed
+def test_what_cannot_be_joined_is_the_same_error_on_every_rank():
+    accelerator = by_name(1)
+    loader = accelerator.prepare(DataLoader(rows(), batch_size=2))
+    for batch in loader:
+        with pytest.raises(UsageError, match=r"of shape \(2,\) that differs on ranks"):
+            accelerator.gather_for_metrics(batch["input_ids"].sum(1))
+        with pytest.raises(UsageError, match=r"call it with tensors, inside the loop"):
+            accelerator.gather_for_metrics(["text"])
+    with pytest.raises(UsageError, match=r"call it with tensors, inside the loop"):
+        accelerator.gather_for_metrics(torch.zeros(2))
+    accelerator.free_memory()
+    with pytest.raises(UsageError, match=r"use_stateful_dataloader=True with Paral.*sp_size=2"):
+        open_sequences(accelerator.parallelism_config, is_stateful=True)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -160,7 +160,7 @@ def _loaded(root: Any) -> None:
 
 
 @on_ranks(4)
-def test_batches_that_differ_or_cannot_be_cut_are_the_same_error_on_every_rank():
+def test_a_batch_that_cannot_be_cut_is_the_same_error_on_every_rank():
     setting = Setting(kv_heads=2, micro=2)
     whole = [micro[0] for micro in tiny.batches(setting, 1)[0]]
     odd = [{key: value[:, 1:] for key, value in batch.items()} for batch in whole]
@@ -169,6 +169,35 @@ def test_batches_that_differ_or_cannot_be_cut_are_the_same_error_on_every_rank()
             UsageError, match="rank 0 got a micro-batch that cannot be cut over seq"
         ):
             engine.train_batch(iter(odd))
-        other = [{**b, "input_ids": b["input_ids"] + (dist.get_rank() == 1)} for b in whole]
-        with pytest.raises(UsageError, match="ranks 0,1 share the tokens of the same samples"):
-            engine.train_batch(iter(other))
+
+
+@pytest.mark.parametrize("odd_rank", (1, 3), ids=("first stage", "last stage"))
+@on_ranks(4)
+def test_later_micro_batches_that_differ_are_the_same_error_on_every_rank(odd_rank):
+    """Every micro-batch of every step and of an evaluation is compared, and a step after it trains."""
+    setting = Setting(kv_heads=2, micro=2)
+    whole = [micro[0] for micro in tiny.batches(setting, 1)[0]]
+    is_odd, first = dist.get_rank() == odd_rank, odd_rank - 1
+    with opened(setting, 1) as (engine, group):
+        engine.train_batch(iter(whole))
+        other = [whole[0], {**whole[1], "input_ids": whole[1]["input_ids"] + is_odd}]
+        differ = f"rank {odd_rank} got other micro-batches for this step than rank {first}"
+        for call in (engine.train_batch, engine.eval_batch):
+            with pytest.raises(UsageError, match=differ):
+                call(iter(other))
+        swapped = whole[::-1] if is_odd else whole
+        with pytest.raises(UsageError, match=differ):
+            engine.train_batch(iter(swapped))
+        cut = sequence.split_batch(whole[1], group)
+        mixed = [whole[0], cut if is_odd else whole[1]]
+        with pytest.raises(
+            UsageError, match=f"Rank {odd_rank} got 1 whole micro-b.* {first} got 2"
+        ):
+            engine.train_batch(iter(mixed))
+        turned = [cut, whole[0]] if is_odd else [whole[0], cut]  # as many, at other places
+        with pytest.raises(UsageError, match=differ):
+            engine.train_batch(iter(turned))
+        short = whole[:1] if is_odd else whole
+        with pytest.raises(UsageError, match=f"rank {odd_rank} has 1 of the 2 micro-batches"):
+            engine.train_batch(iter(short))
+        engine.train_batch(iter(whole))

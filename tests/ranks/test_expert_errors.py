@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import expert_models as tiny
+from support.covering import each_value
 from support.expert_models import Setting
-from support.expert_runs import opened
+from support.expert_runs import opened, trained
 from torch import nn
 from zeroshard_testing import on_ranks
 
@@ -18,6 +20,11 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.errors import ConfigError, UnsupportedError, UsageError
 from zeroshard.experts.marks import mark
 from zeroshard.parallel import MoE, pipeline
+from zeroshard.zero import (
+    GatheredParameters,
+    safe_get_full_fp32_param,
+    safe_set_full_fp32_param,
+)
 
 ONE = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
@@ -128,3 +135,39 @@ def deepspeed_groups(net: nn.Module) -> list[dict[str, Any]]:
     assert len(found[1]["params"]) == 2
     assert not any(map(experts.is_moe_param, found[0]["params"]))
     return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "ep_size", "replicas"),
+    each_value([(s, e, r) for s in range(4) for e in (2, 4) for r in (1, 2) if e * r < 8]),
+)
+@on_ranks(4)
+def test_experts_are_edited_by_the_ranks_that_have_them(stage, ep_size, replicas):
+    """One rank cannot edit those of all. What the refusal advises reaches masters."""
+    mesh = Mesh(data_replicate=replicas, data_shard=4 // replicas)
+    with opened(Setting(depth=1), ep_size, stage, mesh=mesh) as engine:
+        named = dict(engine.module.named_parameters())
+        experts = [name for name in named if "deepspeed_experts" in name]
+        for rank in range(4):
+            with pytest.raises(UnsupportedError, match=f"experts that {ep_size} ranks share"):
+                GatheredParameters(named.values(), modifier_rank=rank)
+        with GatheredParameters(named["head.weight"], modifier_rank=3):
+            named["head.weight"].data.fill_(dist.get_rank())
+        for name in experts:
+            shape = safe_get_full_fp32_param(named[name]).shape
+            safe_set_full_fp32_param(named[name], torch.full(shape, float(number_of(name) + 1)))
+        trained(engine, Setting(depth=1), steps=1)
+        found = {name: param.clone() for name, param in engine.iter_full_params()}
+    assert experts
+    for name in experts:
+        torch.testing.assert_close(
+            found[name], torch.full_like(found[name], number_of(name) + 1), rtol=0, atol=2e-2
+        )
+    torch.testing.assert_close(
+        found["head.weight"], torch.full_like(found["head.weight"], 3), rtol=0, atol=2e-2
+    )
+
+
+def number_of(name: str) -> int:
+    """The number of an expert in its layer."""
+    return int(name.partition("deepspeed_experts.")[2].partition(".")[0])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import expert_models as tiny
 from support.expert_models import WIDTH, Setting
 from support.expert_runs import opened, trained
@@ -15,8 +16,9 @@ from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.core.mesh import Mesh
+from zeroshard.errors import UnsupportedError
 from zeroshard.parallel import MoE
-from zeroshard.zero import Init
+from zeroshard.zero import GatheredParameters, Init
 from zeroshard.zero.param_bucket import BucketedParameter
 from zeroshard.zero.sharded_parameter import owner_of
 
@@ -146,3 +148,19 @@ def test_stacked_experts_of_transformers_are_cut():
         assert len(cut) == 2
         for name, param in engine.iter_full_params():
             assert torch.equal(param, plain[name]), name
+
+
+@on_ranks(4)
+def test_edits_of_one_rank_do_not_reach_its_experts_alone():
+    """Before ``initialize``: rank 0 has no expert of ranks 1 and 3."""
+    with Init(config=STAGE_3):
+        net = tiny.model(Setting(depth=1), 2, dtype=torch.float32)
+    experts = [param for name, param in net.named_parameters() if "deepspeed_experts" in name]
+    for rank in range(4):
+        with pytest.raises(UnsupportedError, match="of experts that 2 ranks share"):
+            GatheredParameters(experts, modifier_rank=rank)
+    with GatheredParameters(net.head.weight, modifier_rank=3):
+        net.head.weight.data.fill_(dist.get_rank())
+    with GatheredParameters([net.head.weight, *experts]):
+        assert bool((net.head.weight == 3).all())
+        assert all(param.numel() for param in experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -112,3 +113,36 @@ def test_simulations_are_named_only_where_someone_asks(runs):
     given = ["--model", MODEL, "--gpus", "2", "--memory", "1", *FEW, "--yes"]
     assert "simulation" not in runs(*given).stderr
     assert "simulation 1: stage 0" in runs(*given, "--overwrite", "--verbose").stderr
+
+
+def mixtral(folder: Path, experts: int = 4) -> str:
+    """A model whose parameters are nearly all in experts."""
+    transformers = pytest.importorskip("transformers")
+    transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=experts, vocab_size=64, max_position_embeddings=16,
+        architectures=["MixtralForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def test_gpus_share_experts_where_they_do_not_fit_otherwise(runs, tmp_path):
+    words = ["--model", mixtral(tmp_path), "--gpus", "4", "--yes", "--batch", "4", "--overwrite"]
+    told = {
+        "1": "Experts: not shared, each GPU computes those that its tokens need.",
+        "0.003": "Experts: 4 GPUs share those of a layer (parallel.expert): each has 1/4 of them",
+    }
+    for memory, line in told.items():
+        done = runs(*words, "--memory", memory, "--seq", "8")
+        assert done.exit_code == 0, done.output
+        assert line in done.output
+        written = json.loads((tmp_path / "zeroshard.json").read_text())
+        assert written.get("parallel") == (None if memory == "1" else {"expert": 4})
+        assert load_config(written, world_size=4).config.train_batch_size == 4
+
+
+def test_experts_that_gpus_cannot_share_equally_are_not_mentioned(runs, tmp_path):
+    words = ["--model", mixtral(tmp_path, experts=3), "--gpus", "4", "--yes", "--batch", "4"]
+    done = runs(*words, "--memory", "1", "--seq", "8")
+    assert done.exit_code == 0, done.output
+    assert "Experts:" not in done.output and ", expert " not in done.output

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from types import SimpleNamespace
@@ -363,3 +365,26 @@ def noted(step: Callable[..., object], seen: list[object]) -> Callable[..., obje
         seen.append(step(*args, **kwargs))
 
     return run
+
+
+def used_schedules() -> list[weakref.ref[object]]:
+    """A method that was a schedule's step, and a schedule whose step is a function of its own."""
+
+    class Counted:
+        samples = 0
+
+        def step(self, increment):
+            self.samples += increment
+
+    schedule, own = Counted(), Counted()
+    own.step = lambda increment: Counted.step(own, increment)
+    for each in (schedule, own):
+        step_schedule(each, {}, lambda: 8)
+        assert each.samples == 8
+    return [weakref.ref(Counted.step), weakref.ref(own)]
+
+
+def test_schedules_of_the_program_are_not_kept_alive():
+    left = used_schedules()
+    gc.collect()
+    assert [found() for found in left] == [None, None]

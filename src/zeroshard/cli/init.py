@@ -137,13 +137,15 @@ def _answer(
 def _search(run: Answers, base: dict[str, Any], audience: Audience) -> Fit:
     # They import torch and more, which a mistake in the options does not need.
     from zeroshard.config.machine_file import load_machine
-    from zeroshard.planner.fit import fit
+    from zeroshard.planner.fit import fit, sharing_sizes
 
     if run.gpus < 1:
         raise UsageError(f"GPUs: {run.gpus}. Give a number from 1.")
+    machine = load_machine(run.memory) if run.gib is None else None
+    sharing = sharing_sizes(run.model, run.gpus, machine) if run.gpus > 1 else ()
     return fit(
         run.model, base, aim="speed", ranks=run.gpus, length=run.seq, memory_gib=run.gib,
-        machine=load_machine(run.memory) if run.gib is None else None, target="cuda",
+        machine=machine, target="cuda", axes={"expert": sharing} if sharing else None,
         audience=audience,
     )  # fmt: skip
 
@@ -186,6 +188,21 @@ def _told(found: Fit, output: Path, run: Answers) -> str:
         f"Train:   zeroshard launch --nproc {run.gpus} train.py",
         f"Details: zeroshard plan {run.model} --config {output} --ranks {run.gpus} {memory}{length}",
     ]
+    if (sharing := found.chosen.sizes.expert) is not None:
+        lines.insert(1, _told_of_experts(sharing))
     if found.chosen.checkpointing:
         lines.insert(-2, "Add to the program: model.gradient_checkpointing_enable()")
     return "\n".join(lines)
+
+
+def _told_of_experts(sharing: int) -> str:
+    """``sharing``: GPUs that share the experts of a layer; 1: none do."""
+    if sharing == 1:
+        return (
+            "Experts: not shared, each GPU computes those that its tokens need. Where GPUs share them "
+            "(parallel.expert) a GPU holds fewer, and tokens travel: zeroshard plan --fit-axes expert."
+        )
+    return (
+        f"Experts: {sharing} GPUs share those of a layer (parallel.expert): each has 1/{sharing} of "
+        "them, and tokens travel between GPUs."
+    )

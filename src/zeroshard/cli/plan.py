@@ -68,20 +68,35 @@ SampleLength = Annotated[int | None, typer.Option(min=1, help="Tokens of a sampl
 
 
 def device_gib(text: str) -> float:
-    """GiB that tensors may take on a device: ``"73"``, or ``"80GB"``, which a card is called.
+    """GiB that tensors may take on a device.
 
-    Of a card's decimal GB, CUDA and NCCL take :data:`TAKEN_NBYTES`.
+    A number, with GiB or Gi (or MiB, TiB) or without, is for tensors. With GB or G (MB, TB) it is what a
+    card is called: of its decimal bytes CUDA and NCCL take :data:`TAKEN_NBYTES`. Upper and lower case are
+    equal.
+
+    >>> device_gib("73"), device_gib("73 Gi"), round(device_gib("80G"), 2) == round(device_gib("80gb"), 2)
+    (73.0, 73.0, True)
     """
-    found = re.fullmatch(r"\s*(\S+?)\s*(gb|gib)?\s*", text, re.IGNORECASE)
+    found = re.fullmatch(r"\s*(\S+?)\s*(?:([mgt])(i?)b?)?\s*", text, re.IGNORECASE)
     try:
-        size = float(found[1]) if found else float("nan")
+        size = float(found[1] if found else text)
     except ValueError:
         raise typer.BadParameter(
-            f"{text!r} is not a size: give GiB for tensors (73), or what the card is called (80GB)."
+            f"{text!r} is not a size: give GiB for tensors (73, 73GiB), or what the card is called "
+            "(80GB or 80G)."
         ) from None
-    if found and found[2] and found[2].lower() == "gb":
-        size = (size * 1e9 - TAKEN_NBYTES) / 2**30
-    return size
+    if not found or not found[2]:
+        return size
+    power = "mgt".index(found[2].lower()) + 2
+    if found[3]:
+        return size * float(1024 ** (power - 3))
+    left_nbytes = size * 1000.0**power - TAKEN_NBYTES
+    if left_nbytes <= 0:
+        raise typer.BadParameter(
+            f"{text!r} is a card of which nothing is left for tensors: CUDA and NCCL take "
+            f"{TAKEN_NBYTES / 1e9:g} GB. Give GiB for tensors as a number (73) or with GiB."
+        )
+    return left_nbytes / 2**30
 
 
 TAKEN_NBYTES = 1_200_000_000
@@ -91,7 +106,7 @@ DeviceMemory = Annotated[
     typer.Option(
         parser=device_gib,
         metavar="SIZE",
-        help="Memory of one device: GiB for tensors (73), or what the card is called (80GB).",
+        help="Memory of one device: GiB for tensors (73, 73GiB), or what the card is called (80GB, 80G).",
     ),
 ]
 FitAim = Annotated[

@@ -29,7 +29,7 @@ from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.scratch import KeepsScratch, Scratch
 from zeroshard.device.accelerator import AcceleratorOps, on_stream
 from zeroshard.device.choice import ops_of
-from zeroshard.errors import DistributedError
+from zeroshard.errors import DistributedError, UsageError
 
 
 class TwoHops(KeepsScratch):
@@ -133,6 +133,14 @@ class TwoHops(KeepsScratch):
             stack.callback(self.inner.close)
         self._scratch = Scratch()
         self._queue = None
+        # An error refers to the frames in which it was raised, and they to the tensors of a backward: a
+        # graph in C++ with hooks, which Python's garbage collection cannot find its way through.
+        if self._unsent or self._broken is not None:
+            self._unsent.clear()
+            self._broken = UsageError(
+                "a collective in two hops was waited for on a closed communicator, between its hops. "
+                "Wait for it before the engine is closed."
+            )
 
 
 class _InParts:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from zeroshard.device.choice import read
 from zeroshard.engine.optimizer_step import is_fake
 from zeroshard.engine.pipeline_inputs import as_pair, named_inputs, names_in
+from zeroshard.engine.pipeline_sequences import CutBatches
 from zeroshard.errors import UsageError
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
@@ -47,15 +48,17 @@ def agreed_batches(
     """
     count = engine.accumulation.steps if count is None else count
     model: PipelineModel = engine.module
-    batches, checksum, is_cut = _taken(model, data_iter, count)
-    fault = _fault_of(batches) if is_cut else _NOT_CUT
+    taken = _taken(model, data_iter, count)
+    batches = taken.batches
+    fault = _fault_of(batches) if taken.is_cut else _NOT_CUT
     if needs and data_iter is None:
         fault = _NO_DATA
     given, bits = batches, 0
     if model.input_names is not None and not fault:
         given, bits, fault = _by_name(batches, model.input_names)
+    held = -1 if data_iter is None else len(batches)
     own = torch.tensor(
-        [fault, -1 if data_iter is None else len(batches), count, bits, checksum],
+        [fault, held, count, bits, taken.num_whole, taken.checksum],
         dtype=torch.float64,
         device=engine.device,
     )
@@ -76,7 +79,7 @@ def agree_on_parts(engine: Any, *, training: bool) -> None:
         UsageError: ranks differ; the same on every rank.
     """
     own = torch.tensor(
-        [_PART_BY_PART, training, 0, 0, 0], dtype=torch.float64, device=engine.device
+        [_PART_BY_PART, training, 0, 0, 0, 0], dtype=torch.float64, device=engine.device
     )
     rows = engine._watch.world.all_gather_small(own, name="batches of the step")
     if is_fake(rows):
@@ -96,7 +99,7 @@ def _check_rows(model: PipelineModel, rows: list[list[float]], count: int) -> No
     """Raise what :func:`agreed_batches` raises.
 
     ``rows``: of each rank the fault, the number of batches, of micro-batches per step, the names of
-    inputs as bits, and a checksum.
+    inputs as bits, the number of whole batches that were cut over sequence ranks, and their checksum.
     """
     for rank, (found, _, steps, *_) in enumerate(rows):
         if found:
@@ -107,8 +110,6 @@ def _check_rows(model: PipelineModel, rows: list[list[float]], count: int) -> No
                 f"and rank 0 runs {int(rows[0][2])}, so one stage would wait for messages that another "
                 "does not send. Set the same number on every rank."
             )
-    if model.batch_cut is not None:
-        model.batch_cut.compare([row[4] for row in rows])
     counts = {rank: int(held) for rank, (_, held, *_) in enumerate(rows) if held >= 0}
     if not any(counts.values()):
         raise StopIteration
@@ -119,6 +120,8 @@ def _check_rows(model: PipelineModel, rows: list[list[float]], count: int) -> No
                 "(gradient_accumulation_steps): its data_iter has ended. Give every rank a multiple of "
                 "this number, or drop the last, incomplete step."
             )
+    if model.batch_cut is not None:
+        model.batch_cut.compare({rank: (rows[rank][4], rows[rank][5]) for rank in counts})
     if model.input_names is not None:
         bits = {rank: int(rows[rank][3]) for rank in counts}
         _agree_on_names(model, model.input_names, bits)
@@ -150,15 +153,14 @@ def _agree_on_names(model: PipelineModel, names: Sequence[str], bits: Mapping[in
             )
 
 
-def _taken(
-    model: PipelineModel, data_iter: Iterable[Any] | None, count: int
-) -> tuple[list[Any], float, bool]:
-    """At most ``count`` micro-batches, and what :meth:`SequenceCut.cut` says of them."""
+def _taken(model: PipelineModel, data_iter: Iterable[Any] | None, count: int) -> CutBatches:
+    """At most ``count`` micro-batches as pairs, cut over sequence ranks if there are any."""
     items = [batch for _, batch in zip(range(count), data_iter or (), strict=False)]
     if model.batch_cut is None:
-        return [as_pair(batch) for batch in items], 0.0, True
-    found, checksum, is_cut = model.batch_cut.cut(items)
-    return [as_pair(batch, "shift_labels") for batch in found], checksum, is_cut
+        return CutBatches([as_pair(batch) for batch in items], 0, 0)
+    found: CutBatches = model.batch_cut.cut(items)
+    found.batches = [as_pair(batch, "shift_labels") for batch in found.batches]
+    return found
 
 
 def _fault_of(batches: Sequence[Any]) -> int:

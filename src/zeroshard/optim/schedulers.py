@@ -14,7 +14,6 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -425,18 +424,16 @@ def step_schedule(scheduler: Any, arguments: Mapping[str, Any], samples: Callabl
     gets the samples, as with DeepSpeed: those of Megatron count them.
     """
     step = scheduler.step
-    if not arguments and _needs_argument(
-        getattr(step, "__func__", step), hasattr(step, "__self__")
-    ):
+    if not arguments and _needs_argument(step):
         step(samples())
     else:
         step(**arguments)
 
 
-@lru_cache(maxsize=32)
-def _needs_argument(step: Callable[..., Any], is_method: bool) -> bool:
+def _needs_argument(step: Callable[..., Any]) -> bool:
+    """Takes 12 us, once per update. A cache would keep the program's schedules alive."""
     try:
-        parameters = [*inspect.signature(step).parameters.values()][is_method:]
+        parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # not written in Python
         return False
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -100,8 +100,9 @@ def sizes_of(
         stages = pipeline_sizes(axes["pipeline"], ranks=ranks)
     experts: Sequence[int | None] = (None,)
     if "expert" in axes:
-        node = ranks_per_node or _devices_per_node(machine) or NODE_RANKS
-        experts = expert_sizes(axes["expert"], ranks=ranks, node=node)
+        experts = expert_sizes(
+            axes["expert"], ranks=ranks, machine=machine, ranks_per_node=ranks_per_node
+        )
     found = [Sizes(*sizes) for sizes in product(tensors, stages, experts)]
     return sorted(
         found,
@@ -111,13 +112,20 @@ def sizes_of(
     )  # fmt: skip
 
 
-def expert_sizes(asked: Sequence[int], *, ranks: int, node: int) -> tuple[int, ...]:
+def expert_sizes(
+    asked: Sequence[int],
+    *,
+    ranks: int,
+    machine: MachineFile | None,
+    ranks_per_node: int | None = None,
+) -> tuple[int, ...]:
     """The numbers of ranks that share experts to try: ``asked``, or all that divide the run and a node.
 
     Raises:
         UsageError: a size does not divide the ranks of the run.
     """
     _check_divide(asked, ranks, "ranks that share experts")
+    node = ranks_per_node or _devices_per_node(machine) or NODE_RANKS
     return tuple(asked) or _divisors(gcd(ranks, node))
 
 

@@ -27,8 +27,13 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
     :func:`torch.nn.init.trunc_normal_` draws until all values are in bounds, which needs values. Inside,
     it draws twice. Without it no vision transformer of Transformers could be planned.
+
+    :func:`torch.nn.functional.grouped_mm` multiplies any dtype on CPUs and GPUs, but its shapes are known
+    for bf16 only. Inside, they are known for all. Without it no experts of Transformers could be planned
+    in fp32 and fp16.
     """
     with (
+        mock.patch.object(torch._meta_registrations, "_meta_grouped_mm_common", _grouped_in_bf16),
         mock.patch.object(torch.utils, "swap_tensors", _exchange),
         mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _drawn_twice),
         FakeTensorMode() as fake,
@@ -45,6 +50,19 @@ def _drawn_twice(
     outside = (first < a) | (first > b)
     again = torch.empty_like(first).normal_(mean, std, generator=generator)
     return tensor.copy_(torch.where(outside, again, first))
+
+
+_grouped = torch._meta_registrations._meta_grouped_mm_common
+
+
+def _grouped_in_bf16(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The shape of the product that torch gives for bf16, in the dtype of the two."""
+    dtype = mat_a.dtype
+    if dtype != mat_b.dtype or dtype not in (torch.float32, torch.float16):
+        found: Tensor = _grouped(mat_a, mat_b, *args, **kwargs)
+        return found
+    made: Tensor = _grouped(mat_a.bfloat16(), mat_b.bfloat16(), *args, **kwargs)
+    return made.to(dtype)
 
 
 def _exchange(param: nn.Parameter, other: Tensor) -> None:

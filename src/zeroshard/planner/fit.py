@@ -24,11 +24,13 @@ from zeroshard.comm.simulation import lone_rank
 from zeroshard.config import Config, load_config
 from zeroshard.config.machine_file import MachineFile
 from zeroshard.errors import ConfigError, UsageError
+from zeroshard.experts.stacked import planned_stacks
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.planner.assumptions import mesh_of
 from zeroshard.planner.audience import SILENT, Audience
 from zeroshard.planner.axes import (
     check_axes_are_free,
+    expert_sizes,
     refused_by_model,
     samples_by_sizes,
     sizes_of,
@@ -115,6 +117,21 @@ def fit(
         else:
             result = search(simulated, base, aim=aim, samples=samples, can_checkpoint=able)
     return replace(result, refused=refused, split=_split(model, result.chosen, ranks))
+
+
+def sharing_sizes(model: str, ranks: int, machine: MachineFile | None) -> tuple[int, ...]:
+    """1 and the most ranks of a node that can share the experts of a layer; () if there are no such.
+
+    ``model``: as for :func:`fit`. Layers of :class:`zeroshard.parallel.MoE` have none here: the program
+    says how many ranks share them.
+    """
+    node = expert_sizes((), ranks=ranks, machine=machine)
+    with explained(model), lone_rank(0, ranks), fake_tensors():
+        built = model_source(model, 1, 1, sharded=False).build()
+    stacks = {} if isinstance(built, PipelineModel) else planned_stacks(built)
+    counts = [int(stack.num_experts) for stack in stacks.values()]  # type: ignore[arg-type]
+    most = max((size for size in node if not any(count % size for count in counts)), default=1)
+    return (1, most) if counts and most > 1 else ()
 
 
 def _samples(

@@ -91,9 +91,8 @@ def piece_of(value: Any, tokens: int, at: int, size: int) -> Any:
     return value[:, at * length : (at + 1) * length].contiguous()
 
 
-def digest(batch: Mapping[str, Any]) -> int:
-    """A checksum of the tensors of a batch."""
-    found = 0
+def digest(batch: Mapping[str, Any], found: int = 0) -> int:
+    """A checksum of the tensors of a batch, after ``found``, that of earlier batches."""
     for key in sorted(batch):
         if isinstance(batch[key], Tensor):
             words = as_bytes(batch[key].detach().cpu().contiguous()).numpy()

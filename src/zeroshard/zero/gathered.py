@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import DistributedError, ShardedAccess, UnsupportedError, UsageError
+from zeroshard.experts.marks import ranks_of_layer
 from zeroshard.memory.storage import WEIGHTS_NBYTES, weights_for
 from zeroshard.zero import sharded_parameter
 from zeroshard.zero.access import unit_optim_state
@@ -52,6 +53,8 @@ class GatheredParameters:
         self._opened: list[Unit] = []  # units that this block unsharded, and will reshard
         for param in sharded_parameter.in_order(_items(params)) if enabled else []:
             owner = sharded_parameter.owner_of(param)
+            if modifier_rank is not None and owner is not None:
+                _refuse_experts(param)
             if isinstance(owner, Unit) and owner not in self.units[-1:]:
                 self.units.append(owner)
             elif isinstance(owner, BucketedParameter):
@@ -60,7 +63,7 @@ class GatheredParameters:
             _check_rank(modifier_rank, _num_holders(unit.comm))
             if modifier_rank is not None and unit.has_copies:
                 raise UnsupportedError(
-                    "GatheredParameters(modifier_rank=...) on a mesh with tensor, pipeline or expert "
+                    "GatheredParameters(modifier_rank=...) on a mesh with tensor or pipeline "
                     "parallelism: one rank does not hold the whole parameter, so it cannot edit it for "
                     "all. Give every rank the global values with "
                     "zeroshard.zero.safe_set_full_fp32_param(param, value)."
@@ -171,6 +174,18 @@ def _items(params: Any) -> list[Any]:
             "parameters, for instance module.parameters()."
         )
     return [item for item in params if isinstance(item, Tensor)]
+
+
+def _refuse_experts(param: Tensor) -> None:
+    """Edits of one rank would reach its own experts only, and leave those of other ranks as they are."""
+    if (shared := ranks_of_layer(param)) > 1:
+        raise UnsupportedError(
+            f"GatheredParameters(modifier_rank=...) of experts that {shared} ranks share: each of them "
+            "holds other experts, so one rank cannot edit them for all. Leave experts out of the block. "
+            "After initialize(), call zeroshard.zero.safe_set_full_fp32_param(param, value) on every "
+            "rank, for its own experts, with equal values on ranks that hold the same ones; before it, "
+            "initialize the experts in the function that makes them."
+        )
 
 
 def _check_rank(modifier_rank: int | None, size: int) -> None:

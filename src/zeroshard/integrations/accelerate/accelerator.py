@@ -64,6 +64,7 @@ from zeroshard.integrations.accelerate.config import (
 from zeroshard.integrations.accelerate.prepared import EngineOptimizer, PreparedEngine
 from zeroshard.integrations.accelerate.sequences import (
     PieceLoader,
+    joined,
     open_sequences,
     sequence_size,
     spread_attention,
@@ -122,7 +123,9 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **arguments)
         self._checks_parallelism = False
         self._check_state()
-        self.sequence_group = open_sequences(self.parallelism_config)
+        self.sequence_group = open_sequences(
+            self.parallelism_config, is_stateful=self.use_stateful_dataloader
+        )
         self.scaler = None  # the engine scales the loss
         self._made: list[PreparedEngine] = []
         self._saves_state = False
@@ -229,6 +232,19 @@ class Accelerator(accelerate.Accelerator):
         if self.sequence_group is None:
             return prepared
         return PieceLoader(prepared, self.sequence_group, self.device)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As in Accelerate. With sequence ranks, batches are those that the loader gives, cut ones."""
+        skip = super().skip_first_batches
+        if isinstance(dataloader, PieceLoader):
+            return dataloader.after(num_batches, skip)
+        return skip(dataloader, num_batches)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As in Accelerate. With sequence ranks, pieces become whole sequences: see :func:`joined`."""
+        if self.sequence_group is None:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        return joined(self, input_data, use_gather_object)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
