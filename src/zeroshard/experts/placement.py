@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from zeroshard.comm.dtensors import KINDS
+from zeroshard.comm.dtensors import KINDS, is_part
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.experts.layer import Experts, MoE
@@ -81,7 +81,8 @@ def _place_layer(
         )
     if layer.ep_size > 1:
         mesh.check_experts(layer.ep_size)
-    is_cut = any(type(param) in KINDS for param in layer.deepspeed_moe.experts.parameters())
+    params = layer.deepspeed_moe.experts.parameters()
+    is_cut = any(type(param) in KINDS or is_part(param) for param in params)
     if layer.enable_expert_tensor_parallelism and mesh.tensor > 1 and rank == 0 and not is_cut:
         logger.warning(
             "the MoE layer %r asks for enable_expert_tensor_parallelism, but the plan of the tensor "
