@@ -125,6 +125,18 @@ def test_distributed_attention_equals_attention_over_all_tokens(sizes):
         found = spread(own, own[:, :, :kv_heads], own[:, :, :kv_heads], 0)
         expected = attend(whole, whole[:, :, :kv_heads], whole[:, :, :kv_heads])
         torch.testing.assert_close(found, expected[:, ranks])
+        mask = torch.zeros(
+            6, 6
+        ).double()  # the first of the arguments of ``attend``, in old programs
+        scaled = DistributedAttention(
+            lambda *all_, scale: attend(*all_[:3]) * scale + all_[3].sum(),
+            group,
+            scatter_idx=2,
+            gather_idx=1,
+            num_kv_heads=kv_heads,
+        )
+        again = scaled(own, own[:, :, :kv_heads], own[:, :, :kv_heads], mask, scale=1.0)
+        torch.testing.assert_close(again, found)
         (grad,) = torch.autograd.grad(found.square().sum(), whole)
         dist.all_reduce(grad)
         (other,) = torch.autograd.grad(expected.square().sum(), whole)

@@ -64,8 +64,17 @@ class First(nn.Module):
         return self.moe(self.mix(x))[0]
 
 
+class Own(MoE):
+    """A layer of a program's own, whose constructor does not call that of ``MoE``."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.ep_size, self.experts = 2, nn.ModuleList([nn.Linear(4, 4)])
+
+
 @on_ranks(2)
 def test_what_does_not_fit_is_refused_on_every_rank():
+    assert "'0' is a Own, which is derived from MoE" in refusal(nn.Sequential(Own()))
     layer = MoE(4, nn.Linear(4, 4), 4, 2)
     with pytest.raises(UsageError, match="ran before its ranks were connected"):
         layer(torch.zeros(3, 4))

@@ -133,13 +133,27 @@ class Mpu:
 
 
 @on_ranks(2)
-def test_zero_init_refuses_ranks_with_other_parameters():
-    for named, words in (
-        ({"mpu": Mpu()}, r"tensor 2 \(tensor: mpu.get_model_parallel_world_size\(\)\)"),
-        ({"config": config(3, parallel={"tensor": 2})}, r"\(tensor: parallel.tensor\)"),
-        ({"mesh": Mesh(pipeline=2)}, r"\(pipeline: mesh=\)"),
+def test_zero_init_takes_ranks_with_other_parameters_and_refuses_to_cut():
+    for named in (
+        {"config": config(3), "mpu": Mpu()},
+        {"config": config(3, parallel={"tensor": 2})},
+        {"config": config(3), "mesh": Mesh(pipeline=2)},
     ):
-        with pytest.raises(UnsupportedError, match=f"{words}.*on the meta device"):
-            zero.Init(**named)
+        torch.manual_seed(dist.get_rank())
+        with zero.Init(**named):
+            layer = nn.Linear(8, 4 + dist.get_rank())
+        torch.manual_seed(dist.get_rank())
+        expected = nn.Linear(8, 4 + dist.get_rank())
+        with zero.GatheredParameters(layer.weight):
+            assert torch.equal(layer.weight, expected.weight)
+    asked = config(3, tensor_parallel={"autotp_size": 2})
+    with pytest.raises(
+        UnsupportedError, match=r"\(tensor: tensor_parallel.autotp_size\).*on the meta"
+    ):
+        zero.Init(config=asked)
+    with zero.Init(config=config(3, parallel={"tensor": 2})):
+        whole = tiny_gpt()
+    with pytest.raises(UnsupportedError, match=r"a plan cuts whole layers"):
+        initialize(model=whole, config=config(3, parallel={"tensor": 2}), plan="auto")
     with pytest.raises(ConfigError, match="both give the same size"):
         zero.Init(config=config(3, parallel={"tensor": 1}), mpu=Mpu())

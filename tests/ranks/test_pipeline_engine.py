@@ -363,6 +363,21 @@ def test_what_a_pipeline_is_not_combined_with_is_refused_by_name():
         opened(3, model=sharded)
 
 
+@on_ranks(4)
+def test_a_whole_model_may_be_built_under_zero_init_with_the_mesh():
+    def losses(model: nn.Module) -> list[float]:
+        with opened(3, model=model) as engine:
+            return [float(engine.train_batch(models.data(2, engine.dp_rank))) for _ in range(2)]
+
+    torch.manual_seed(0)
+    plain = losses(models.Decoder().double())
+    asked = models.config(3, parallel={"pipeline": 2})
+    torch.manual_seed(0)
+    with zero.Init(config_dict_or_path=asked, dtype=torch.float64):
+        sharded = models.Decoder().double()
+    assert losses(sharded) == plain
+
+
 def in_two_groups(params: Any, *, keep_empty: bool = True) -> torch.optim.Optimizer:
     every = list(params)
     groups = [

@@ -264,7 +264,9 @@ def test_a_model_built_under_zero_init_is_refused():
     model = cut(network(32, torch.float32), 2)
     with zeroshard.zero.Init(config=config):
         model.head = torch.nn.Linear(16, 24, bias=False)
-    with pytest.raises(UnsupportedError, match=r"tensor ranks have other parts.*meta"):
+    with pytest.raises(
+        UnsupportedError, match=r"over all ranks.*tensor and pipeline ranks have other parts.*meta"
+    ):
         engine_on(model, 3, 2)
 
 

@@ -73,11 +73,20 @@ def test_a_bfloat16_model_in_fp16_is_told():
 def test_only_trained_floating_parameters_count():
     def unit(trainable: bool, **numels: int) -> SimpleNamespace:
         slots = [SimpleNamespace(fqn=name, numel=numel) for name, numel in numels.items()]
-        return SimpleNamespace(trainable=trainable, layout=SimpleNamespace(slots=slots))
+        return SimpleNamespace(
+            trainable=trainable, layout=SimpleNamespace(slots=slots), params=[*numels]
+        )
 
     came_in = {"base": BF16, "adapter": F32, "gate": BF16, "codes": torch.int8}
     units = [unit(False, base=100), unit(True, adapter=8, gate=2, codes=5)]
     assert conflicts.trained_dtypes(came_in, units) == {F32: 8, BF16: 2}
+    renumbered = SimpleNamespace(
+        trainable=True,
+        layout=SimpleNamespace(slots=[SimpleNamespace(fqn="experts.2", numel=7)]),
+        params=[object()],
+    )
+    came_in |= {"experts.0": F32, id(renumbered.params[0]): F32}
+    assert conflicts.trained_dtypes(came_in, [renumbered]) == {F32: 7}
 
 
 # ---------------------------------------------------------------------- who wrote a number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -355,6 +356,16 @@ def test_a_step_that_cannot_run_without_an_argument_gets_the_samples(step, argum
         return
     step_schedule(function, arguments, lambda: 8)
     assert seen == [gets]
+
+
+def test_torchs_schedule_of_the_engines_optimizer_object_does_not_warn():
+    """The engine updates without calling ``step`` of the object that the program has."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_schedule(schedule, {}, lambda: 8)
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def noted(step: Callable[..., object], seen: list[object]) -> Callable[..., object]:

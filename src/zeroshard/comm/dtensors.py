@@ -37,6 +37,13 @@ JOIN = "_join_parts"
 """Attribute of a plain parameter that is a part of a tensor: joins those of all ranks. Collective."""
 
 
+PART_MARKS = ("tensor_model_parallel", "model_parallel")
+"""Attributes of a plain parameter that a program has cut over tensor ranks by itself: Megatron's and that
+of gpt-neox and DeepSpeed. One of them is true."""
+
+_PLACE_MARKS = ("partition_dim", "partition_stride")
+
+
 HEAD_DIMS = ("kv_heads", "kv_copies")
 """Names of a mesh of one tensor group for key/value heads that are fewer than its ranks.
 
@@ -55,6 +62,24 @@ def has_dtensor(types: Iterable[type]) -> bool:
     """Whether the class of a DTensor is among ``types``."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(issubclass(kind, module.DTensor) for kind in types)
+
+
+def is_part(param: Any) -> bool:
+    """Whether the program says that ``param`` is one tensor rank's part, and it is no DTensor."""
+    return type(param) not in KINDS and any(getattr(param, mark, False) for mark in PART_MARKS)
+
+
+def copy_part_marks(source: Tensor, target: Tensor) -> None:
+    """Mark ``target`` as the part that ``source`` is. A deep copy of a parameter has no attributes."""
+    for mark in (*PART_MARKS, *_PLACE_MARKS):
+        if hasattr(source, mark):
+            setattr(target, mark, getattr(source, mark))
+
+
+def clear_part_marks(param: Tensor) -> None:
+    """Let ``param`` be no part any more."""
+    for mark in PART_MARKS:
+        param.__dict__.pop(mark, None)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -141,10 +166,11 @@ def local_grad(param: Any, grad: Any) -> Tensor:
 def is_copy(param: Any, ranks: Sequence[int]) -> bool:
     """Whether the parameter is a DTensor of which exactly the ranks ``ranks`` hold this rank's part.
 
-    They are a tensor group that holds all of it, or the ranks of a group that share key/value heads.
+    They are a tensor group that holds all of it, or the ranks of a group that share key/value heads. Of
+    plain parameters: whether :func:`add_over` noted these ranks.
     """
     if type(param) not in KINDS:
-        return False
+        return getattr(param, _ADDED_OVER, None) == tuple(ranks)
     mesh: DeviceMesh = param.device_mesh
     if mesh.ndim != 1 and mesh.mesh_dim_names != HEAD_DIMS:
         return False
@@ -165,6 +191,13 @@ def head_copies(params: Iterable[Tensor]) -> tuple[int, ...]:
 
 
 _ADDENDS = "_gradients_are_addends"
+_ADDED_OVER = "_gradients_added_over"
+
+
+def add_over(param: Tensor, ranks: Sequence[int]) -> None:
+    """Note that all gradients of a plain parameter are addends of a sum over ``ranks``, which hold it."""
+    setattr(param, _ADDENDS, True)
+    setattr(param, _ADDED_OVER, tuple(ranks))
 
 
 def mark_addends(param: Any, adds: bool) -> None:
@@ -219,7 +252,7 @@ def block_of(fqn: str, param: Any, mesh: Mesh, rank: int) -> SlotBlock | None:
         largest[axis] = chunk
         split.add(dim)
         if sizes := fused_sizes(param):
-            joined, runs = axis, _runs(sizes, size, place)
+            joined, runs = axis, runs_of(sizes, size, place)
             start[axis] = runs[0][0]
     held = tuple(param._local_tensor.shape)
     if tuple(extent) != held:
@@ -235,10 +268,10 @@ def block_of(fqn: str, param: Any, mesh: Mesh, rank: int) -> SlotBlock | None:
     )
 
 
-def _runs(sizes: Sequence[int], parts: int, index: int) -> tuple[tuple[int, int], ...]:
-    """``(begin, extent)`` of part ``index`` of each matrix. Sizes divide by ``parts``.
+def runs_of(sizes: Sequence[int], parts: int, index: int) -> tuple[tuple[int, int], ...]:
+    """``(begin, extent)`` of part ``index`` of ``parts`` of each matrix. Sizes divide by ``parts``.
 
-    >>> _runs((8, 4, 4), 2, 1)
+    >>> runs_of((8, 4, 4), 2, 1)
     ((4, 4), (10, 2), (14, 2))
     """
     begins = [*accumulate(sizes, initial=0)]

@@ -21,17 +21,21 @@ from zeroshard.zero.unit import Unit
 
 
 def trained_dtypes(
-    came_in: Mapping[str, torch.dtype], units: Iterable[Unit]
+    came_in: Mapping[str | int, torch.dtype], units: Iterable[Unit]
 ) -> Counter[torch.dtype]:
     """Elements of each floating dtype among trained parameters.
 
-    ``came_in``: parameter name -> its dtype before the engine cast it.
+    ``came_in``: name of a parameter, and its ``id``, -> its dtype before the engine cast it. One that a
+    plan has cut is another object then, and an expert may have got another number.
     """
     found: Counter[torch.dtype] = Counter()
     for unit in units:
-        for slot in unit.layout.slots if unit.trainable else ():
-            if came_in[slot.fqn].is_floating_point:
-                found[came_in[slot.fqn]] += slot.numel
+        for slot, param in zip(
+            unit.layout.slots, unit.params if unit.trainable else (), strict=False
+        ):
+            dtype = came_in[slot.fqn if slot.fqn in came_in else id(param)]
+            if dtype.is_floating_point:
+                found[dtype] += slot.numel
     return found
 
 

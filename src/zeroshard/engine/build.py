@@ -57,6 +57,7 @@ from zeroshard.experts.placement import sizes_of_buffers
 from zeroshard.memory.malloc import return_large_blocks
 from zeroshard.metrics.observe import Observer
 from zeroshard.parallel.initial_values import ValuesByName, is_meta
+from zeroshard.parallel.program_parts import connect_parts
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of, tell_if_slow
 from zeroshard.precision.loss_scaler import LossScaler, scaler_from
@@ -207,8 +208,7 @@ def _assemble(
         settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
     )
     check_options(draft, watch)
-    connect_experts(draft, watch)
-    share_sequences(draft)
+    _connect_layers(draft, watch)
     after_bad_step = nan_policy(settings, scales_loss=scales_loss(settings, policy))
     if watch.gathers.transport == "fake":  # without other ranks gradients have no meaning
         after_bad_step = None
@@ -254,6 +254,13 @@ def _assemble(
     if trains_on_host:
         return_large_blocks(offloaded=False)
     return parts
+
+
+def _connect_layers(draft: Draft, watch: CommSession) -> None:
+    """Let layers that ranks share find each other, until the session ends. Collective."""
+    connect_experts(draft, watch)
+    watch.leave.append(connect_parts(draft.model.parameters(), watch.tensor))
+    share_sequences(draft)
 
 
 def _watch_sequences(draft: Draft, watch: CommSession) -> None:

@@ -59,6 +59,7 @@ from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.life import Life
 from zeroshard.zero.node_sums import NodeSums
 from zeroshard.zero.optimizer import ShardedOptimizer
+from zeroshard.zero.param_bucket import whole_values
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
 from zeroshard.zero.reduce import MAX_IN_FLIGHT, GradReducer
 from zeroshard.zero.unit import Unit
@@ -463,6 +464,7 @@ def _members(
         param = modules[name]._parameters[leaf]
         assert param is not None
         if tensor is not None and not is_split(slot):
+            whole_values(param)  # a parameter that was built under zero.Init cannot be written
             values = local_of(param).detach().to(device).contiguous()
             tensor.broadcast(values, 0, name=slot.fqn).wait()
             with torch.no_grad():

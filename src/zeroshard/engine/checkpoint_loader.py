@@ -34,6 +34,7 @@ from zeroshard.engine.training_state import IMPLEMENTATION, Counters, TrainingSt
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.experts.matched_groups import matched_groups
 from zeroshard.optim.state_tree import unkeyed
+from zeroshard.parallel.program_parts import order_of_parts
 from zeroshard.zero.life import Life
 
 logger = logging.getLogger("zeroshard")
@@ -377,6 +378,9 @@ class CheckpointLoader:
             logger.warning("%s Using %s instead.", " ".join(tried), source.path.name)
         for what in source.left_behind:
             logger.warning("%s: not loaded: %s", source.path, what)
+        params = (param for unit in self._local.units for param in unit.params)
+        if told := order_of_parts(params, source.mesh, self._mesh.tensor):
+            logger.warning("%s %s", source.path, told)
 
 
 def _own_state(source: Source, before: rng.Predecessor) -> dict[str, Any]:

@@ -27,18 +27,20 @@ from zeroshard.engine.preemption import check_can_save_in
 from zeroshard.engine.restarts import batch_of_run
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
 from zeroshard.engine.wrapping import cut_block
-from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.errors import UsageError
 from zeroshard.experts.stacked import expert_block
 from zeroshard.metrics.monitors import Monitors, build_monitors
 from zeroshard.metrics.sinks import check_packages
 from zeroshard.optim.factory import build_optimizer
 from zeroshard.optim.probe import Probe
 from zeroshard.optim.schedulers import build_scheduler
+from zeroshard.parallel.program_parts import part_block
 from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of
 from zeroshard.precision.policy import Policy, policy_from
 from zeroshard.session.session import set_up_together
+from zeroshard.zero.init_mesh import check_built_for, check_whole
 from zeroshard.zero.sharded_parameter import owner_of
 from zeroshard.zero.unit import Unit
 
@@ -133,7 +135,6 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
     probes = probed(inner, policy) if inner is not None else {}
     blocks = find_blocks(model, mesh, rank_info.rank)
-    check_tensor_ranks(model, mesh)
     check_is_cut(blocks.values(), mesh, loaded.origins["parallel.tensor"])
     check_adapters(given.model, mesh)
     device_nbytes = memory_nbytes(device)
@@ -159,29 +160,13 @@ def _tell_cut(model: nn.Module, settings: Config, device_nbytes: int, rank_info:
         logger.info("%s", said)
 
 
-_INIT = "the model was built under zero.Init, which shards every parameter over all ranks"
-_NO_INIT = (
-    'Build the model without zero.Init, or on the meta device (with torch.device("meta")), which needs '
-    "no memory either."
-)
-
-
-def check_tensor_ranks(model: nn.Module, mesh: Mesh) -> None:
-    """Check that a model for tensor ranks was not built under ``zero.Init``.
-
-    Raises:
-        UnsupportedError: it was.
-    """
-    if mesh.tensor > 1 and any(owner_of(param) is not None for param in model.parameters()):
-        raise UnsupportedError(f"{_INIT}, and tensor ranks have other parts. {_NO_INIT}")
-
-
 def check_model_on(mesh: Mesh, model: nn.Module, settings: Config) -> None:
     """Check the model against the mesh, before it is cut. Attention is registered by its module only."""
     if mesh.sequence > 1 or "zeroshard.sequence.transformers_attention" in sys.modules:
         from zeroshard.sequence.transformers_attention import check_attention
 
         check_attention(model, mesh.sequence)
+    check_built_for(model, mesh)
     check_pipeline(model, mesh, settings)
 
 
@@ -191,7 +176,6 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
     Raises:
         UsageError: a pipeline mesh without a model that is cut, the schedule cannot run with these sizes,
             or the model checkpoints nothing by itself.
-        UnsupportedError: the model was built under ``zero.Init``.
     """
     if not isinstance(model, PipelineModel):
         if mesh.pipeline > 1:
@@ -208,8 +192,6 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
         )
     if mesh.pipeline == 1:
         return
-    if any(owner_of(param) is not None for param in model.parameters()):
-        raise UnsupportedError(f"{_INIT}, and a pipeline rank has other parameters. {_NO_INIT}")
     per_rank = max(1, len(model.stages) // mesh.pipeline)
     count = settings.gradient_accumulation_steps or 1
     schedule = SCHEDULES[model.schedule_for(mesh.pipeline, count)]
@@ -218,9 +200,9 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
 
 
 def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, SlotBlock]:
-    """The places of the model's DTensors in their global tensors, by name."""
+    """The places of parameters that are parts of global tensors, by name."""
     found = {
-        name: expert_block(p) or block_of(name, p, mesh, rank)
+        name: expert_block(p) or block_of(name, p, mesh, rank) or part_block(name, p, mesh, rank)
         for name, p in model.named_parameters()
     }
     return {name: block for name, block in found.items() if block is not None}
@@ -252,7 +234,7 @@ def cut_tensor(given: EngineArguments, mesh: Mesh, loaded: LoadedConfig) -> Engi
             "initialize(plan=...) got a model that is cut over tensor ranks already. Leave plan out, or "
             "pass the whole model."
         )
-    check_tensor_ranks(model, mesh)
+    check_whole(model)
     listed = parameter_list(given.model_parameters)
     agreed = {"tensor plan": repr(plan), **loaded.agreed()}
     # A rank that failed before is named here. torch would wait for it when it connects the tensor ranks.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeroshard.comm.dtensors import clear_part_marks, copy_part_marks
 from zeroshard.comm.env import current_rank_info
 from zeroshard.comm.layer_calls import announce
 from zeroshard.core.mesh import Mesh
@@ -182,6 +183,8 @@ class MoE(nn.Module):
         first = place * self.num_local_experts
         with making_own(mesh, ep_size) if ep_size > 1 else contextlib.nullcontext():
             own = _own_experts(expert, num_experts, first, self.num_local_experts)
+            if isinstance(expert, nn.Module):
+                _mark_copies(expert, own, are_parts=enable_expert_tensor_parallelism)
             experts = Experts(own, first, ep_size)
         gate = TopKGate(
             hidden_size, num_experts, k, capacity_factor, eval_capacity_factor, min_capacity,
@@ -326,6 +329,18 @@ def _mesh_of_run(ep_size: int, mesh: Mesh | None) -> Mesh:
         )
     mesh.check_experts(ep_size)
     return mesh
+
+
+def _mark_copies(expert: nn.Module, copies: Sequence[nn.Module], *, are_parts: bool) -> None:
+    """Let copies be parts of tensors where ``expert`` is, as Megatron marks them.
+
+    It marks the layers of experts also where they are whole, so without ``are_parts`` nothing is a part.
+    """
+    for param in () if are_parts else expert.parameters():
+        clear_part_marks(param)
+    for made in copies:
+        for source, target in zip(expert.parameters(), made.parameters(), strict=True):
+            copy_part_marks(source, target)
 
 
 def _own_experts(

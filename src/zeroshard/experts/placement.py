@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from zeroshard.comm.dtensors import KINDS
+from zeroshard.comm.dtensors import KINDS, is_part
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.experts.layer import Experts, MoE
@@ -35,13 +35,15 @@ def place_experts(
 
     Raises:
         UsageError: a layer's ``ep_size`` does not fit the mesh, or an expert has no name of its own.
-        UnsupportedError: stacked experts that ranks share have buffers.
+        UnsupportedError: stacked experts that ranks share have buffers, or a layer is a ``MoE`` by name
+            only.
     """
     if mesh.expert > 1:
         share_stacks(model, mesh, rank, origin, whole)
     layers = expert_layers(model)
     for name, layer in layers.items():
         if isinstance(layer, MoE):
+            _check_constructed(name, layer)
             _place_layer(name, layer, mesh, rank, origin, may_rename=ties is None)
         elif layer.ep_size > 1:
             _refuse_buffers(name, layer, layer.ep_size)
@@ -71,6 +73,18 @@ def links_of(model: nn.Module) -> dict[int, TokenLink]:
     }
 
 
+def _check_constructed(name: str, layer: MoE) -> None:
+    """A program may derive a layer with experts of its own from ``MoE``, only to be taken for one."""
+    if "deepspeed_moe" not in layer._modules:
+        raise UnsupportedError(
+            f"{name!r} is a {type(layer).__name__}, which is derived from MoE and does not call its "
+            "constructor, so it is unknown which experts each rank has, and a checkpoint would hold "
+            "those of one rank. Let it call super().__init__(hidden_size, expert, num_experts, ep_size) "
+            "and MoE's forward. Or derive it from torch.nn.Module and keep all experts on every rank: "
+            "ZeRO then shards them as all other parameters."
+        )
+
+
 def _place_layer(
     name: str, layer: MoE, mesh: Mesh, rank: int, origin: str, *, may_rename: bool
 ) -> None:
@@ -81,7 +95,8 @@ def _place_layer(
         )
     if layer.ep_size > 1:
         mesh.check_experts(layer.ep_size)
-    is_cut = any(type(param) in KINDS for param in layer.deepspeed_moe.experts.parameters())
+    params = layer.deepspeed_moe.experts.parameters()
+    is_cut = any(type(param) in KINDS or is_part(param) for param in params)
     if layer.enable_expert_tensor_parallelism and mesh.tensor > 1 and rank == 0 and not is_cut:
         logger.warning(
             "the MoE layer %r asks for enable_expert_tensor_parallelism, but the plan of the tensor "

@@ -423,6 +423,10 @@ def step_schedule(scheduler: Any, arguments: Mapping[str, Any], samples: Callabl
     ``arguments``: what the program gave for ``scheduler.step``. A ``step`` that cannot run without one
     gets the samples, as with DeepSpeed: those of Megatron count them.
     """
+    if (optimizer := getattr(scheduler, "optimizer", None)) is not None:
+        optimizer._opt_called = (
+            True  # else torch warns: a program may have wrapped the engine's object
+        )
     step = scheduler.step
     if not arguments and _needs_argument(step):
         step(samples())

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from zeroshard.comm.dtensors import HEAD_DIMS
+from zeroshard.comm.dtensors import HEAD_DIMS, is_part
 from zeroshard.comm.env import local_device
 from zeroshard.comm.fused_dtensors import mark_fused
 from zeroshard.errors import UsageError
@@ -478,4 +478,4 @@ def head_mesh(mesh: DeviceMesh, copies: int) -> DeviceMesh:
 
 def is_cut(model: nn.Module) -> bool:
     """Whether the model has parameters that are parts of global tensors: it needs no plan any more."""
-    return any(isinstance(param, DTensor) for param in model.parameters())
+    return any(isinstance(param, DTensor) or is_part(param) for param in model.parameters())

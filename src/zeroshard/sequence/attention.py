@@ -21,7 +21,7 @@ class DistributedAttention(nn.Module):
     of some heads and returns the shape of its query. ``sequence_process_group``: the ranks that have the
     tokens of one sequence, in their order. ``scatter_idx``: the dimension of heads; ``gather_idx``: that
     of tokens, of tensors with 4 dimensions. Key and value may have fewer heads than ranks: each is then
-    on several ranks, next to its query heads. ``sp_stream`` has no effect.
+    on several ranks, next to its query heads. ``sp_stream`` and ``num_kv_heads`` have no effect.
 
     Raises:
         UsageError: the dimensions are not two of 4, tensors have other shapes, or heads do not divide. On
@@ -35,6 +35,7 @@ class DistributedAttention(nn.Module):
         scatter_idx: int = 2,
         gather_idx: int = 0,
         sp_stream: Any = None,
+        num_kv_heads: int | None = None,
     ) -> None:
         super().__init__()
         if len({scatter_idx, gather_idx}) != 2 or not {scatter_idx, gather_idx} < {0, 1, 2, 3}:
@@ -58,17 +59,19 @@ class DistributedAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        batch_dim_idx: int = 0,
+        batch_dim_idx: Any = 0,
         rotary_pos_emb: Any = None,
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
         """The attention of this rank's tokens. The result has the shape of ``query``.
 
-        ``batch_dim_idx`` is not needed. Rotate query and key before this call, by the positions of the
-        whole sequence.
+        ``batch_dim_idx`` is not needed. Programs for DeepSpeed before it had this argument, such as
+        Megatron-DeepSpeed, pass the first of ``args`` in its place. Rotate query and key before this
+        call, by the positions of the whole sequence.
         """
-        del batch_dim_idx
+        if batch_dim_idx is not None and not isinstance(batch_dim_idx, int):
+            args = (batch_dim_idx, *args)
         if rotary_pos_emb is not None:
             raise UsageError(
                 "DistributedAttention got rotary_pos_emb. Rotate query and key before the call: a rank "

@@ -156,10 +156,16 @@ def _state_shard(
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set a parameter and its master to ``value`` (``[*shape]``, the same on every rank)."""
     unit, optim_state = _trained(param, "safe_set_full_fp32_param")
-    _check_shape(param, param.shape, value, "safe_set_full_fp32_param")
+    _check_shape(param, _whole_shape(unit, param), value, "safe_set_full_fp32_param")
     optim_state.all_gather_late()
     optim_state.shard.sync_edits()  # earlier edits of other parameters must not be lost
     _write(unit, optim_state, param, _flat_part(unit, param, value))
+
+
+def _whole_shape(unit: Unit, param: nn.Parameter) -> tuple[int, ...]:
+    """The shape of the global tensor, of which a plain parameter may be a part too."""
+    block = unit.layout.slots[unit.index(param)].block
+    return tuple(param.shape) if block is None else block.shape
 
 
 def _flat_part(unit: Unit, param: nn.Parameter, value: Tensor) -> Tensor:
@@ -170,7 +176,7 @@ def _flat_part(unit: Unit, param: nn.Parameter, value: Tensor) -> Tensor:
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace the averaged gradient before ``step``; ``value`` has the parameter's shape."""
     unit, optim_state = _trained(param, "safe_set_full_grad")
-    _check_shape(param, param.shape, value, "safe_set_full_grad")
+    _check_shape(param, _whole_shape(unit, param), value, "safe_set_full_grad")
     values = _flat_part(unit, param, value)
     _set_grad(unit, optim_state, unit.index(param), 0, values, "safe_set_full_grad")
 
@@ -210,7 +216,7 @@ def _set_grad(
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Overwrite optimizer state after the first step; ``value`` has the parameter's shape."""
     unit, optim_state = _trained(param, "safe_set_full_optimizer_state")
-    _check_shape(param, param.shape, value, "safe_set_full_optimizer_state")
+    _check_shape(param, _whole_shape(unit, param), value, "safe_set_full_optimizer_state")
     missing = _lacks_state(optim_state, param, optim_state_key)
     vote = torch.tensor([float(missing)], dtype=torch.float64).to(unit.full_N.device)
     if bool(unit.comm.all_gather_small(vote, name=unit.name).any()):

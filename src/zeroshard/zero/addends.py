@@ -82,6 +82,11 @@ class AddendSlots:
                 self.known[index] = index in found
         self._place()
 
+    def learn_whole(self, index: int) -> None:
+        """Know now that the gradients of a slot are whole."""
+        self.known[index] = False
+        self._place()
+
     def local(self, index: int, param: Any, grad: Any) -> Tensor:
         """What this rank adds to the slot for a DTensor gradient of its parameter."""
         adds = self.known.get(index)

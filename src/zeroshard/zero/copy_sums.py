@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroshard.comm.dtensors import addends_of, is_copy
+from zeroshard.comm.dtensors import KINDS, addends_of, is_copy
 from zeroshard.comm.sums import sum_in_rank_order
 from zeroshard.device.choice import read
 from zeroshard.zero.addends import AddendSlots
@@ -39,6 +39,7 @@ class CopySums:
         self._copies, self._holders = copies, holders
         self._message_numel = message_numel
         self._pairs: list[tuple[GradBuffer, AddendSlots]] = []
+        self._plain: list[tuple[AddendSlots, int, Tensor]] = []  # of layers that a program has cut
         ranks = tuple(getattr(copies, "ranks", ()))
         for buffer in buffers:
             known = {
@@ -56,6 +57,10 @@ class CopySums:
                 )
                 buffer.addends.append(slots)
                 self._pairs.append((buffer, slots))
+                params = enumerate(buffer.unit.params)
+                self._plain += [
+                    (slots, at, p) for at, p in params if at in known and type(p) not in KINDS
+                ]
         self._is_done = False  # the sums of this step are complete
         self._learned: list[set[int]] | None = None
         self._is_learning = any(
@@ -102,8 +107,14 @@ class CopySums:
                 self._put(buffer, slots, sums[at : at + slots.numel])
                 at += slots.numel
 
-    def reopen(self) -> None:
-        """Let more addends come in the same step: the sums so far become what the first rank adds."""
+    def begin_backward(self) -> None:
+        """Let more addends come in the same step: the sums so far become what the first rank adds.
+
+        Gradients of a plain parameter with a hook of the program are whole: gpt-neox adds them in one.
+        """
+        for slots, index, param in self._plain:
+            if slots.known[index] and param._backward_hooks:
+                slots.learn_whole(index)
         if not self._is_done:
             return
         self._is_done = False

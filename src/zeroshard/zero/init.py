@@ -25,23 +25,22 @@ from torch.nn.modules.module import (
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.env import current_rank_info, local_device
-from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.config import Config, load_config
-from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.mesh_sources import resolve_mesh
 from zeroshard.device.choice import read
-from zeroshard.errors import RankMismatch, UnsupportedError
+from zeroshard.errors import RankMismatch
 from zeroshard.experts.construction import inside
 from zeroshard.experts.marks import ranks_of_layer
 from zeroshard.memory.storage import is_aliased
 from zeroshard.precision.policy import policy_from
+from zeroshard.session.comm_session import CommSession
 from zeroshard.session.join import join_ranks
 from zeroshard.session.opener import groups_of
 from zeroshard.session.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.zero import materialize, sharded_parameter
 from zeroshard.zero.attached import Attached
+from zeroshard.zero.init_mesh import check_group, mesh_of_parts
 from zeroshard.zero.param_bucket import BucketedParameter, ParamBucket
 
 
@@ -79,9 +78,11 @@ class Init:
 
     Raises:
         RankMismatch: ranks build different models.
-        UnsupportedError: the mesh has tensor or pipeline ranks.
+        UnsupportedError: the engine shall cut the model over tensor ranks.
         ConfigError: what names a mesh disagrees.
     """
+
+    mesh: Mesh | None  # None: all ranks build the same parameters
 
     def __init__(
         self,
@@ -104,15 +105,18 @@ class Init:
         if not self.enabled:
             return
         join_ranks()
-        _check_mesh(parsed, mpu, mesh)
-        self._check_group(data_parallel_group)
+        self.mesh = mesh_of_parts(parsed, mpu, mesh)
+        if self.mesh is None:
+            self._check_group(data_parallel_group)
+        else:
+            check_group(data_parallel_group, self.mesh)
         self.device = local_device()
         self._settings: dict[str, Any] = {
             "transport": parsed.transport if parsed else "auto",
             "device": self.device,
             "trust": parsed.trust if parsed else WatchdogSettings(),
         }
-        watch = open_session(group=data_parallel_group, plan={}, call="zero.Init", **self._settings)
+        watch = self._open(data_parallel_group)
         self.comm: Comm = watch.gathers
         weakref.finalize(self, watch.close)  # freed with the last parameter that no engine took
         self.dtype = dtype if dtype is not None else _param_dtype(parsed)
@@ -121,10 +125,19 @@ class Init:
             self._shard(list(self._whole))
             self._finish()
 
+    def _open(self, group: Any) -> CommSession:
+        """Connect the ranks that build the same parameters. Collective."""
+        if self.mesh is None:
+            return open_session(group=group, plan={}, call="zero.Init", **self._settings)
+        return open_session(
+            plan={"mesh": self.mesh.text}, call="zero.Init", mesh=self.mesh, **self._settings
+        )
+
     def _check_group(self, group: Any) -> None:
         """For derived classes: raise an error if parameters cannot be sharded over ``group``."""
 
     def _begin(self) -> None:
+        self.mesh = None
         self.depth = 0
         self._paused = 0  # blocks in which experts are made, of which this one takes nothing
         self._experts: dict[
@@ -228,6 +241,7 @@ class Init:
         inner = object.__new__(Init)
         inner.enabled, inner.device, inner.dtype = True, self.device, self.dtype
         inner._begin()
+        inner.mesh = self.mesh
         inner.depth = 1  # until this block ends
         watch = open_session(
             plan={"mesh": repr(mesh), "ranks that share experts": str(size)},
@@ -455,29 +469,6 @@ class Init:
         if isinstance(item, ParamBucket):
             return any(is_aliased(param) for _, param, _ in item.members())
         return is_aliased(self._built(item).param)
-
-
-def _check_mesh(config: Config | None, mpu: Any, mesh: Any) -> None:
-    """Check that every rank will hold the same parameters.
-
-    Raises:
-        UnsupportedError: the mesh has tensor or pipeline ranks.
-        ConfigError: what names a mesh disagrees, or does not fit the number of ranks.
-        UsageError: an object cannot be read as a mesh.
-    """
-    named = None if config is None else mesh_from_config(config)
-    sources = ([] if named is None else [named]) + list(mesh_sources(mesh=mesh, mpu=mpu))
-    if not sources:
-        return
-    resolved = resolve_mesh(sources, current_rank_info().world_size)
-    for dim in ("tensor", "pipeline"):
-        if getattr(resolved.mesh, dim) > 1:
-            raise UnsupportedError(
-                f"zero.Init: the mesh is {resolved.mesh.text} ({dim}: {resolved.origins[dim]}), and "
-                f"zero.Init shards every parameter over all ranks, but {dim} ranks have other "
-                'parameters. Build the model on the meta device instead: with torch.device("meta"). '
-                "That needs no memory either, and the values are the same on every mesh."
-            )
 
 
 def _config_of(source: Any) -> Config | None:

@@ -282,5 +282,7 @@ class MeshExchange:
             "different dropout masks. Choose samples by engine.dp_rank and engine.dp_size, which are "
             "equal in a tensor group, and seed the ranks of a tensor group alike. Or this parameter acts "
             "on what only one rank computes, between the cut layers: a norm over heads needs the style "
-            "'head_norm' in the plan; other modules cannot be there."
+            "'head_norm' in the plan; other modules cannot be there. In a program that cuts its layers "
+            "by itself, set param.sequence_parallel = True, before initialize(), on parameters whose "
+            "gradient is a sum over the tensor group."
         )

@@ -125,7 +125,7 @@ class GradReducer:
         self._next, self._running = 0, self._orders.get(stage, [])
         self._launches = self._launches_of.get(stage, [])
         for sums in self.copy_sums:
-            sums.reopen()
+            sums.begin_backward()
         sums_locally = self._accumulates and not self.eager
         for buffer in self._running:
             row, buffer.rescale = buffer.unit.row, rescale
