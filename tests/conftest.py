@@ -18,6 +18,9 @@ ORDER = ("zoo", "compat", "programs", "parity", "accounting", "streams", "ranks"
 
 BY_NAME = "no_deepspeed_on_ranks"
 
+LEFT_OUT = pytest.StashKey[int]()
+"""How many collected tests only ``make test-full`` runs."""
+
 _unfreeze = gc.unfreeze
 
 
@@ -46,6 +49,7 @@ def pytest_collection_modifyitems(config, items):
         left_out = {item for item in items if item.get_closest_marker("full")}
         left_out |= rows_for_full([item for item in items if item not in left_out])
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        config.stash[LEFT_OUT] = len(left_out)
         items[:] = [item for item in items if item not in left_out]
     by_name = {item.path for item in items if BY_NAME in item.fixturenames}
     items.sort(key=lambda item: (_turn(item.path), item.path not in by_name))
@@ -65,8 +69,25 @@ def pytest_runtest_logreport(report):
         print(f"\nFAILED {report.nodeid}", flush=True)
 
 
-def pytest_sessionfinish():
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """A worker, which collects all tests, tells how many it has left out."""
+    left_out = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[LEFT_OUT] = max(left_out, node.config.stash.get(LEFT_OUT, 0))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say that rows were left out: a new one may be among them."""
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"{left_out} tests were left to make test-full; ZEROSHARD_TEST_ALL=1 runs them too"
+        )
+
+
+def pytest_sessionfinish(session):
     """End the rank processes before the interpreter shuts down."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
     gc.unfreeze = _unfreeze
     gc.unfreeze()  # libraries report what the interpreter does not free at its end
     pool().kill()

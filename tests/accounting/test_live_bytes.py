@@ -13,6 +13,7 @@ from torch import nn
 from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
+from zeroshard.config.params import OPTIMIZERS as DECLARED
 
 STAGES = (0, 1, 2, 3)
 STEP_NBYTES = 4  # Adam counts the steps of every fragment
@@ -126,7 +127,13 @@ OPTIMIZERS = {
     "ASGD": {"lr": 1e-3},
     "Rprop": {"lr": 1e-3},
     "Muon": {"lr": 1e-3},
+    "AdamW": {"lr": 1e-3},
+    "Lamb": {"lr": 1e-3},
 }
+
+
+def test_the_table_has_every_optimizer_with_declared_arguments():
+    assert {name.split()[0] for name in OPTIMIZERS} >= DECLARED.keys()
 
 
 @pytest.mark.parametrize("which", OPTIMIZERS)

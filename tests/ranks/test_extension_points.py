@@ -9,17 +9,20 @@ import importlib
 import re
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
+from pydantic import create_model
 from torch import nn
 from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.comm import connect
 from zeroshard.config import params
+from zeroshard.config.fields import honour
+from zeroshard.config.monitor_sections import MonitorSections
 from zeroshard.core import tiers
 from zeroshard.metrics import sinks
 from zeroshard.metrics.monitors import build_monitors
@@ -137,11 +140,11 @@ def test_a_new_tier_is_a_class_and_a_row(tmp_path):
 
 
 def test_a_new_monitor_is_a_class_and_a_row(tmp_path, capsys):
-    off = {key: SimpleNamespace(enabled=False) for key in sinks.SINKS}
     with mock.patch.dict(sinks.SINKS):
-        example("console_sink", tmp_path)
-        console = SimpleNamespace(enabled=True, prefix="> ")
-        monitors = build_monitors(SimpleNamespace(**off, console=console))
+        module = example("console_sink", tmp_path)
+        fields = {"console": (module.ConsoleConfig, honour(module.ConsoleConfig, "Print values."))}
+        sections = create_model("Sections", __base__=MonitorSections, **fields)
+        monitors = build_monitors(sections(console={"enabled": True, "prefix": "> "}))
     monitors.write([("Train/Samples/lr", 0.5, 8)])
     monitors.close()
     assert capsys.readouterr().out == "> Train/Samples/lr 0.5 after 8 samples\n"

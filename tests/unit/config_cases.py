@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from zeroshard.config.params import OPTIMIZERS
+
 
 class Case(NamedTuple):
     """A wrong configuration for ``world_size`` ranks and the lines that answer it."""
@@ -780,8 +782,8 @@ CASES: tuple[Case, ...] = (
         {**ONE, "optimizer": {"params": {"lr": 0.001}}},
         1,
         (
-            "optimizer.type: missing, and it has no default: Adam, AdamW, Adagrad, Lamb, Lion, "
-            "Muon, SGD, or any class of torch.optim."
+            f"optimizer.type: missing, and it has no default: {', '.join(OPTIMIZERS)}, or any class of "
+            "torch.optim."
         ),
     ),
     case(

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from zeroshard.config.fields import Key, Section, key_of, section_type
+from zeroshard.config.monitor_sections import MonitorSections
 from zeroshard.config.params import ARGUMENTS
 from zeroshard.config.schema import Config
 from zeroshard.errors import NO_TUNING
@@ -70,7 +71,7 @@ RENAMED: dict[str, str] = {
 STRAY: dict[str, str] = {
     "bf16.auto_cast": "Only the section fp16 has it; cast the inputs, or use torch_autocast.",
     "zero_optimization.grad_hooks": "Gradient hooks are always used; leave it out.",
-    "monitor_config": "Write its parts at the top level: tensorboard, wandb, csv_monitor, comet.",
+    "monitor_config": f"Write its parts at the top level: {', '.join(MonitorSections.model_fields)}.",
     "moe": "Experts are modules of the model; list modules that only some ranks run in "
     "conditional_modules.",
     "batch_size": "Write train_batch_size (samples of all ranks) or "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from zeroshard.config.fields import Section, show
+from zeroshard.config.monitor_sections import MonitorSections
 from zeroshard.config.schema import Config
 from zeroshard.core.hidden import without_secrets
 from zeroshard.core.mesh_sources import ResolvedMesh
@@ -17,10 +18,9 @@ from zeroshard.core.mesh_sources import ResolvedMesh
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 WATCHERS = frozenset(
     (
-        *("comet", "comms_logger", "csv_monitor", "dump_state", "flops_profiler", "log_level"),
-        *("memory_breakdown", "steps_per_print", "tensorboard", "timers", "trackio", "wandb"),
-        "mlflow",
-        "wall_clock_breakdown",
+        *MonitorSections.model_fields,
+        *("comms_logger", "dump_state", "flops_profiler", "log_level", "memory_breakdown"),
+        *("steps_per_print", "timers", "wall_clock_breakdown"),
     )
 )
 ALWAYS_SHOWN = (*BATCH, "zero_optimization.stage", "gradient_clipping", "transport", "uneven")

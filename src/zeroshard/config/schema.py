@@ -33,6 +33,8 @@ from zeroshard.config.fields import (
     honour,
     not_yet,
 )
+from zeroshard.config.monitor_sections import MonitorSections
+from zeroshard.config.params import OPTIMIZERS
 from zeroshard.config.precision_sections import (
     AutocastConfig,
     BF16Config,
@@ -48,9 +50,7 @@ _EXPERTS = (
 
 
 class OptimizerConfig(Section):
-    type: Text = honour(
-        ..., "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, or any class of torch.optim."
-    )
+    type: Text = honour(..., f"{', '.join(OPTIMIZERS)}, or any class of torch.optim.")
     params: Free = honour(dict, "Arguments of the optimizer. The tables below list them by type.")
     legacy_fusion: Flag = accept(False, "Chooses between two kernels in DeepSpeed.")
 
@@ -266,8 +266,8 @@ class ZeroConfig(Section):
     )
 
 
-class Config(Section):
-    """A whole configuration. After ``load_config`` the three batch sizes are solved."""
+class _Keys(Section):
+    """All keys but the sections of monitors."""
 
     unknown_keys: Annotated[Literal["error", "warn"], Lower] = honour(
         "error",
@@ -448,16 +448,6 @@ class Config(Section):
         side.FlopsConfig,
         "Count the operations of one forward: matrix products, convolutions, attention.",
     )
-    tensorboard: side.FileMonitorConfig = honour(
-        side.FileMonitorConfig, "Write metrics for TensorBoard."
-    )
-    csv_monitor: side.FileMonitorConfig = honour(
-        side.FileMonitorConfig, "Write metrics to CSV files."
-    )
-    wandb: side.WandbConfig = honour(side.WandbConfig, "Send metrics to Weights & Biases.")
-    comet: side.CometConfig = honour(side.CometConfig, "Send metrics to Comet.")
-    trackio: side.TrackioConfig = honour(side.TrackioConfig, "Send metrics to Trackio.")
-    mlflow: side.MlflowConfig = honour(side.MlflowConfig, "Send metrics to MLflow.")
     pipeline: side.PipelineConfig = honour(side.PipelineConfig, "Layers of a PipelineModule.")
     tensor_parallel: side.TensorParallelConfig = not_yet(
         side.TensorParallelConfig, "Tensor parallelism."
@@ -481,3 +471,7 @@ class Config(Section):
     )
     compile: side.CompileConfig = accept(side.CompileConfig, "Options of DeepCompile.")
     inference: Any = accept(None, "Read by Transformers only.")
+
+
+class Config(MonitorSections, _Keys):
+    """A whole configuration. After ``load_config`` the three batch sizes are solved."""

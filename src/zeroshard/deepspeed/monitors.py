@@ -6,13 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from zeroshard.comm.env import current_rank_info
-from zeroshard.config.fields import Section
-from zeroshard.config.sections import (
-    CometConfig,
+from zeroshard.config.monitor_sections import (
     FileMonitorConfig,
-    MlflowConfig,
-    TrackioConfig,
-    WandbConfig,
+    MonitorSections,
 )
 from zeroshard.metrics.monitors import Monitors, build_monitors
 from zeroshard.metrics.sinks import CometSink, CsvSink, Event, TensorboardSink, WandbSink
@@ -20,15 +16,8 @@ from zeroshard.metrics.sinks import CometSink, CsvSink, Event, TensorboardSink, 
 TensorBoardConfig = CSVConfig = FileMonitorConfig
 
 
-class DeepSpeedMonitorConfig(Section):
+class DeepSpeedMonitorConfig(MonitorSections):
     """The sections of a configuration that are about monitors."""
-
-    tensorboard: FileMonitorConfig = FileMonitorConfig()
-    comet: CometConfig = CometConfig()
-    wandb: WandbConfig = WandbConfig()
-    csv_monitor: FileMonitorConfig = FileMonitorConfig()
-    trackio: TrackioConfig = TrackioConfig()
-    mlflow: MlflowConfig = MlflowConfig()
 
     @property
     def enabled(self) -> bool:

@@ -55,6 +55,7 @@ from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.twin import rebind
 from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.copy_sums import CopySums
+from zeroshard.zero.grad_buckets import by_block
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.life import Life
 from zeroshard.zero.node_sums import NodeSums
@@ -407,6 +408,7 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
         eager=eager,
         whole=not stage.shards_optimizer,
         in_flight_limit=in_flight_limit,
+        policy=by_block,
         node_sums=NodeSums(buffers, in_flight_limit) if eager and keeps_node_sums(zero) else None,
         predivide=predivide(
             frame.config,

@@ -24,7 +24,7 @@ from typing import Any
 from zeroshard.errors import ConfigError
 
 Event = tuple[str, float, int]
-"""``(name, value, step)``; the step counts samples over all ranks."""
+"""``(name, value, samples)``: the samples of all ranks until then. A sink sees no number of steps."""
 
 SAMPLES = "Train/Samples/samples"
 """The metric that events are drawn over in a run that was joined, whose steps belong to the program."""
@@ -40,7 +40,7 @@ class Sink:
         """Open what :meth:`write` needs. Called once, after :meth:`find_run`."""
 
     def write(self, events: Sequence[Event]) -> None:
-        """Store the events. They have one step, unless the program sent them."""
+        """Store the events, which are of one step unless the program sent them. Values may be NaN."""
         raise NotImplementedError
 
     def close(self) -> None:

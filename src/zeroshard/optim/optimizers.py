@@ -80,7 +80,7 @@ def lion_(
 
 
 class _EachByItself(Optimizer):
-    """Updates one parameter after another with :meth:`_update`, which has the moments of Adam."""
+    """Updates one parameter after another with :meth:`_update`."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

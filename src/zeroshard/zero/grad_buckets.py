@@ -43,16 +43,20 @@ class GradLaunch:
 
 
 BucketPolicy = Callable[[Iterable["GradBuffer"]], list[GradLaunch]]
-"""Cuts buffers into launches. Several of one launch share a communicator that ``joining`` accepts."""
+"""Cuts buffers into launches. Several of one launch share a communicator that ``joining`` accepts.
+
+The size of a buffer, padding included, is ``buffer.unit.layout.full_numel``; its block is
+``buffer.unit.group``, which also names the launch. A policy with a number is a ``functools.partial``.
+"""
 
 
 def by_block(buffers: Iterable[GradBuffer]) -> list[GradLaunch]:
     """Neighbours whose units are of one group, over a communicator that can reduce several tensors.
 
     On CPU ranks, whose communicators cannot, and for units of no group each buffer is a launch. So are
-    the units of the last group if they are resident: backward has nothing left behind which the launch of
-    that block could run, so each of its matrices is reduced while the gradients of the next are computed.
-    At stage 3 the block would need more collectives than three.
+    the units of the last group if they are resident: no work of backward is left to overlap with a launch
+    of that block, so each of its matrices is reduced while the gradients of the next are computed. At
+    stage 3 the block would need more collectives than three.
     """
 
     def key(buffer: GradBuffer) -> tuple[object, ...]:

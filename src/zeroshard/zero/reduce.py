@@ -170,6 +170,7 @@ class GradReducer:
         """Start the reductions of one buffer or of a group."""
         buffers, node_sums = launch.buffers, self.node_sums
         if node_sums is not None and node_sums.keeps(buffers[0], completes=self._completes):
+            assert launch.comm is None  # communicators of two hops join no launches
             node_sums.reduce(buffers[0], self._taken(buffers[0]), completes=self._completes)
             return
         is_first = launch.apart and not [b for b in buffers if b.reducing_N is not None]
