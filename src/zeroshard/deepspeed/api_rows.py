@@ -157,8 +157,9 @@ WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=ou
     ("monitor.wandb", _MONITORS, "WandbMonitor"),
     ("monitor.csv_monitor", _MONITORS, "csvMonitor"),
     ("monitor.comet", _MONITORS, "CometMonitor"),
-    ("monitor.config", _MONITORS, "get_monitor_config DeepSpeedMonitorConfig TensorBoardConfig "
-                                  "WandbConfig CSVConfig CometConfig"),
+    ("monitor.config", _MONITORS, "get_monitor_config DeepSpeedMonitorConfig"),
+    ("monitor.config", "zeroshard.config.monitor_sections",
+     "TensorBoardConfig=FileMonitorConfig WandbConfig CSVConfig=FileMonitorConfig CometConfig"),
     ("profiling.flops_profiler", _PROFILING, "get_model_profile FlopsProfiler"),
     ("profiling.flops_profiler.profiler", _PROFILING, "get_model_profile FlopsProfiler"),
     ("runtime.dataloader", "zeroshard.data.data_loader", "DeepSpeedDataLoader=ResumableLoader"),

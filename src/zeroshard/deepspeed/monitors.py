@@ -7,13 +7,10 @@ from typing import Any, ClassVar
 
 from zeroshard.comm.env import current_rank_info
 from zeroshard.config.monitor_sections import (
-    FileMonitorConfig,
     MonitorSections,
 )
 from zeroshard.metrics.monitors import Monitors, build_monitors
 from zeroshard.metrics.sinks import CometSink, CsvSink, Event, TensorboardSink, WandbSink
-
-TensorBoardConfig = CSVConfig = FileMonitorConfig
 
 
 class DeepSpeedMonitorConfig(MonitorSections):
