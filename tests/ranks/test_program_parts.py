@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from support.covering import each_value, sampled
 from torch import Tensor, nn
 from zeroshard_testing import on_ranks
@@ -375,7 +376,7 @@ def test_gradients_that_a_hook_of_the_program_adds_are_not_added_again():
 
 
 @on_ranks(2)
-def test_full_values_are_those_of_the_whole_tensor():
+def test_full_values_and_exports_are_those_of_the_whole_tensor(tmp_path):
     mpu = Mpu(2)
     model = build(mpu.get_tensor_model_parallel_group())
     keys = config(2, train_micro_batch_size_per_gpu=8)
@@ -383,6 +384,10 @@ def test_full_values_are_those_of_the_whole_tensor():
     whole = build()
     for own, expected in zip(model.parameters(), whole.parameters(), strict=True):
         assert torch.equal(safe_get_full_fp32_param(own), expected)
+    engine.save_16bit_model(str(tmp_path))
+    saved = load_file(tmp_path / "model.safetensors")
+    for name, expected in whole.state_dict().items():
+        assert torch.equal(saved[name], expected), name
     value = draw(*whole[1].up.shape, seed=5)
     safe_set_full_fp32_param(model[1].up, value)
     assert torch.equal(safe_get_full_fp32_param(model[1].up), value)

@@ -14,7 +14,8 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.deepspeed.experts import load_moe_state_dict
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.experts import gate
-from zeroshard.experts.gate import Routes, Selection
+from zeroshard.experts.gate import Selection, TopKGate
+from zeroshard.experts.routes import Routes
 from zeroshard.parallel import MoE
 from zeroshard.zero.clip import Exchanged, global_norm
 
@@ -129,6 +130,44 @@ def test_both_dispatchers_equal_tokens_one_by_one(k, drops):
     torch.testing.assert_close(out, expected)
     (out.sum() + aux).backward()
     assert all(param.grad is not None for param in layer.parameters())
+
+
+class Balanced(TopKGate):
+    """Reads and returns DeepSpeed's tuple, with another loss, as derived gates of programs do."""
+
+    def forward(self, x_SM, used_token=None, use_tutel=False):
+        found = super().forward(x_SM, used_token, use_tutel)
+        return (found[0] * 3, *found[1:])
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_derived_gate_may_return_deepspeeds_tuple(k, drops):
+    layer = moe(k=k, drop_tokens=drops, capacity_factor=0.7, min_capacity=1).double()
+    x_SM = torch.randn(14, 8, dtype=torch.float64)
+    out, aux, counts = layer(x_SM)
+    grads = torch.autograd.grad(out.square().sum() + 3 * aux, [*layer.parameters()])
+    inner = layer.deepspeed_moe
+    l_aux, combine, dispatch, counts_E = inner.gate(x_SM)[:]
+    rows = torch.einsum("sec,sm->ecm", dispatch.double(), x_SM)
+    done = torch.stack([e(r) for e, r in zip(inner.experts.deepspeed_experts, rows, strict=True)])
+    torch.testing.assert_close(torch.einsum("sec,ecm->sm", combine, done), out)
+    assert torch.equal(l_aux, aux)
+    assert torch.equal(counts_E, counts)
+    inner.gate.__class__ = Balanced
+    again, aux, _ = layer(x_SM)
+    torch.testing.assert_close(again, out)
+    other = torch.autograd.grad(again.square().sum() + aux, [*layer.parameters()])
+    for mine, plain in zip(other, grads, strict=True):
+        torch.testing.assert_close(mine, plain)
+
+
+@pytest.mark.parametrize("returned", [None, (1, 2), (0, torch.ones(2, 2), torch.ones(2, 2), 0)])
+def test_what_no_gate_returns_is_refused(returned):
+    layer = moe()
+    layer.deepspeed_moe.gate.forward = lambda *_: returned
+    with pytest.raises(UsageError, match=r"MoE: the gate returned a .*DeepSpeed's tuple"):
+        layer(torch.randn(3, 8))
 
 
 def test_in_eval_mode_another_capacity_holds():

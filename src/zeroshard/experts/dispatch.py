@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroshard.experts.gate import Routes
+from zeroshard.experts.routes import Routes
 from zeroshard.experts.token_exchange import exchange_counts, exchange_rows
 
 RunExperts = Callable[[Sequence[Tensor]], Sequence[Tensor]]

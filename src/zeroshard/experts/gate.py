@@ -21,29 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeroshard.errors import UsageError
+from zeroshard.experts.routes import Routes
 
 NOISE = (None, "None", "Jitter", "RSample")
 """DeepSpeed's values of ``noisy_gate_policy``."""
 
 _JITTER = 1e-2
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Routes:
-    """Where the tokens of a rank go.
-
-    ``expert_SK``: int64, -1 where the token was dropped. ``place_SK``: int64, its place at the expert,
-    below ``capacity``; 0 where it was dropped. ``weight_SK``: the factor of the expert's result, 0 where
-    it was dropped. ``capacity``: None: nothing is dropped. ``l_aux``: the load-balancing loss, 0-dim.
-    ``counts_E``: int64, tokens that chose each expert, before any was dropped.
-    """
-
-    expert_SK: Tensor
-    place_SK: Tensor
-    weight_SK: Tensor
-    capacity: int | None
-    l_aux: Tensor
-    counts_E: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +245,22 @@ class TopKGate(nn.Module):
         with torch.autocast(x_SM.device.type, enabled=False):
             return F.linear(x_SM, self.wg.weight.to(dtype))
 
-    def forward(self, x_SM: Tensor, used_token: Tensor | None = None) -> Routes:
+    def forward(
+        self,
+        x_SM: Tensor,
+        used_token: Tensor | None = None,
+        sparse_routes: bool = False,
+        use_tutel: bool = False,
+    ) -> Routes:
         """The routes of the tokens ``[S, M]``. ``used_token``: ``[S]``, 0 for padding; for ``k=1``.
+
+        A class that is derived may return DeepSpeed's tuple instead, and finds it in the routes, too
+        (:func:`~zeroshard.experts.routes.as_tuple`). The other arguments have no effect.
 
         Raises:
             UsageError: ``used_token`` with another ``k``, or not one number for each token.
         """
+        del sparse_routes, use_tutel
         if used_token is not None:
             self._check_used(used_token, len(x_SM))
         logits_SE = self.logits(x_SM)

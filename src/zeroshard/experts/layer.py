@@ -22,6 +22,7 @@ from zeroshard.experts.construction import making_others, making_own
 from zeroshard.experts.dispatch import Dispatcher, dispatch_all, dispatch_to_places
 from zeroshard.experts.gate import TopKGate, check_whole
 from zeroshard.experts.marks import mark
+from zeroshard.experts.routes import Routes, from_tuple
 from zeroshard.experts.token_exchange import TokenLink
 
 
@@ -116,6 +117,8 @@ class MOELayer(nn.Module):
             )
         x_SM = hidden_states.reshape(-1, hidden_states.shape[-1])
         routes = self.gate(x_SM, used_token)
+        if not isinstance(routes, Routes):  # of a gate that a program has derived
+            routes = from_tuple(routes, drops=self.gate.drop_tokens)
         self.l_aux, self.exp_counts = routes.l_aux, routes.counts_E
         dispatch: Dispatcher = dispatch_all if routes.capacity is None else dispatch_to_places
         done = dispatch(x_SM, routes, self.experts.run, self.ep_group)

@@ -24,8 +24,8 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.core.model_config import text_config
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.experts.dispatch import dispatch_all
-from zeroshard.experts.gate import Routes
 from zeroshard.experts.marks import mark
+from zeroshard.experts.routes import Routes
 from zeroshard.experts.token_exchange import TokenLink, exchange_rows
 
 _STYLE = "ep_dispatch_experts"
