@@ -32,9 +32,9 @@ def planned(case: Case, bf16: bool, line: str = "{}") -> Simulation:
     keys = {"bf16": {"enabled": bf16}, "unit_min_numel": 1}
     config = merged({**settings(case), **keys}, changed_keys(line))
     size = replace(case.size, batch=config["train_micro_batch_size_per_gpu"])
-    changed = replace(case, checkpointed=not line.startswith("{"))
+    changed = replace(case, size=size, checkpointed=not line.startswith("{"))
     return simulate(
-        build(changed), config, batch_of(size), mesh=Mesh(data_shard=case.ranks), rank=0,
+        build(changed), config, batch_of(changed), mesh=Mesh(data_shard=case.ranks), rank=0,
         loss_fn=loss_of,
     )  # fmt: skip
 
