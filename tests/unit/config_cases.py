@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from zeroshard.config.monitor_sections import MonitorSections
 from zeroshard.config.params import OPTIMIZERS
 
 
@@ -221,8 +222,8 @@ CASES: tuple[Case, ...] = (
         {**ONE, "monitor_config": {"enabled": True}},
         1,
         (
-            "monitor_config: no such key. Write its parts at the top level: tensorboard, wandb, "
-            "csv_monitor, comet."
+            "monitor_config: no such key. Write its parts at the top level: "
+            f"{', '.join(MonitorSections.model_fields)}."
         ),
     ),
     case(

@@ -449,6 +449,8 @@ KEYS = st.recursive(
     lambda inner: st.lists(inner, max_size=2).map(tuple) | st.frozensets(inner, max_size=2),
     max_leaves=3,
 )
+# Of an instance: `__dict__`, `__class__` and others cannot be set to any value.
+ATTRIBUTES = st.text().filter(lambda name: not hasattr(Namespace(), name))
 PLAIN = st.recursive(
     SCALARS | st.text(st.characters()) | st.binary() | st.floats(width=32).map(np.float32),
     lambda inner: (
@@ -457,7 +459,7 @@ PLAIN = st.recursive(
         | st.dictionaries(KEYS, inner, max_size=3)
         | st.dictionaries(MARKS, inner, max_size=3)
         | st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
-        | st.dictionaries(st.text(), inner, max_size=3).map(lambda d: Namespace(**d))
+        | st.dictionaries(ATTRIBUTES, inner, max_size=3).map(lambda d: Namespace(**d))
         | st.sets(KEYS, max_size=3)
     ),
     max_leaves=15,
