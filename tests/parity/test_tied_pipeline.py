@@ -86,3 +86,63 @@ def test_tied_weights_train_like_plain_pytorch(schedule, stage, gather, reduce, 
         check_training(engine)
         if PER_RANK[schedule] == 1:
             assert held_alike(engine) == TIED
+
+
+class Scales(nn.Module):
+    """Two parameters without children, of which the first stage uses one and the last stage the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (nn.Parameter(torch.rand(models.WIDTH) + 1) for _ in range(2))
+
+
+class Scaled(models.Decoder):
+    """Has a forward of its own, which reads parameters of the model and of a module outside its blocks.
+
+    The head is tied to the embedding, and its bias is not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales, self.shift = Scales(), nn.Parameter(torch.randn(models.WIDTH))
+        self.head = nn.Linear(models.WIDTH, models.VOCABULARY)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x = self.embed(tokens_BT) * self.scales.before + self.shift
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(self.norm(x * self.scales.after))
+        return logits
+
+
+def scaled() -> nn.Module:
+    torch.manual_seed(3)
+    return Scaled().double()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_parameters_outside_the_blocks_train_like_plain_pytorch(stage):
+    plain = scaled()
+    optimizer = models.adamw(plain.parameters())
+    part = pipeline(
+        scaled(),
+        split=["layers.3"],
+        loss_fn=models.loss_fn,
+        example={"tokens_BT": models.batches(0, 0)[0][0]},
+    )
+    feed = models.data(STEPS, 0)
+    config = models.config(stage, parallel={"pipeline": 2})
+    with Engine(part, config=config, optimizer=models.adamw) as engine:
+        for step in range(STEPS):
+            batches = models.batches(step, 0)
+            loss = torch.stack([models.loss_fn(plain(x), y) for x, y in batches]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), models.CLIP)
+            optimizer.step()
+            assert float(engine.train_batch(feed)) == pytest.approx(loss.item(), rel=1e-12)
+        params = dict(plain.named_parameters())
+        for name, value in engine.iter_full_params():
+            assert torch.allclose(value, params[name], rtol=0, atol=1e-11), name

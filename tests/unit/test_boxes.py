@@ -23,6 +23,7 @@ from zeroshard.checkpoint.boxes import (
     rectangles,
     whole,
 )
+from zeroshard.checkpoint.local_state import ShardItem, digest_part, total_digests
 from zeroshard.checkpoint.safetensors_file import DTYPES
 
 SEEDS = st.integers(0, 2**32)
@@ -214,3 +215,39 @@ def test_a_strip_counts_its_elements_before_each_place(at, width, stride):
     strip = Strip(Box((0, 0), (3, width)), at, width, stride)
     for end in range(3 * stride + 1):
         assert strip.count(end) == sum(at <= i % stride < at + width for i in range(end))
+
+
+@pytest.mark.parametrize(("at", "width", "stride"), [(0, 2, 5), (1, 3, 5), (3, 2, 5), (0, 4, 4)])
+def test_every_range_of_a_strip_is_viewed_in_its_order(at, width, stride):
+    strip = Strip(Box((0, 0), (4, width)), at, width, stride)
+    local = torch.arange(4 * stride)
+    expected = local.view(4, stride)[:, at : at + width].reshape(-1)
+    for low, high in itertools.combinations_with_replacement(range(4 * width + 1), 2):
+        begin = int(expected[low]) if low < high else 0  # a shard may begin at any element
+        views = strip.views(local[begin:], begin, low, high)
+        found = torch.cat([local[:0], *(view.reshape(-1) for view in views)])
+        assert torch.equal(found, expected[low:high])
+        assert len(views) <= 3
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128], ids=str
+)
+def test_the_parts_of_a_cut_tensor_have_the_digest_of_the_whole(dtype):
+    """As parts of columns and of rows, in shards that end anywhere."""
+    tensor = (torch.randn(12, 16, dtype=torch.complex128) * 50).abs().to(dtype)
+    if dtype.is_complex:
+        tensor = tensor * 1j + 3
+    (expected,) = total_digests(
+        [{"w": digest_part(ShardItem("w", "", 0, 192, tensor, 0))}]
+    ).values()
+    cells = [Box((0, 0), (12, 5)), Box((0, 5), (7, 11)), Box((7, 5), (5, 11))]
+    parts = []
+    for cell in cells:
+        flat = part(tensor, cell)
+        for low, high in itertools.pairwise((0, 13, flat.numel())):
+            item = ShardItem("w", "", low, high - low, flat, low, cell, tuple(tensor.shape))
+            parts.append({"w": digest_part(item)})
+    assert total_digests(parts) == {"w": expected}
+    parts[0]["w"] += 1
+    assert total_digests(parts) != {"w": expected}

@@ -165,6 +165,15 @@ def test_the_newest_is_the_last_one_that_was_saved_although_another_run_had_come
     assert places.newest_first(tmp_path) == ["on", "again", "far"]
 
 
+def test_one_that_was_put_aside_counts_and_so_does_the_latest_that_cannot_be_read(tmp_path):
+    for step, tag in enumerate("abc"):
+        save(tmp_path, tag, step)
+    (tmp_path / "b").rename(tmp_path / ".b.replaced")  # killed between two renames
+    spoil(tmp_path / "c")
+    assert places.newest_first(tmp_path) == ["c", "b", "a"]
+    assert listing(tmp_path) == ["a", "b", "c", "latest"]
+
+
 @pytest.mark.parametrize("content", [b"", b"a b", b"\xff", b"../x", b"x" * 10_000])
 def test_the_manifests_decide_if_latest_cannot_be_read(tmp_path, caplog, content):
     (tmp_path / "latest").write_bytes(content)

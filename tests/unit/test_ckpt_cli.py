@@ -314,13 +314,18 @@ def test_diff_names_each_difference_once(make, run):
     changed = VALUES["a.weight"].clone()
     changed[3, 4] += 0.25
     changed[17, 20] -= 1.5
-    first = make(10, values={**VALUES, "gone": torch.ones(2), "d": torch.ones(4)})
+    first = make(
+        10,
+        values={**VALUES, "gone": torch.ones(2), "d": torch.ones(4)},
+        buffers={**BUFFERS, "mean": torch.ones(2)},
+    )
     second = make(
         20,
         values={"a.weight": changed, "b": VALUES["b"].float() + 1, "d": torch.ones(5), "new": changed},
         state={},
         scalars={"a.weight": {"step": 20}},
-        buffers={"count": torch.tensor(5)},
+        buffers={"count": torch.tensor(5), "mean": torch.ones(3)},
+        frozen=("b",),
     )  # fmt: skip
     assert differences(run, first, second) == {
         ("gone", "parameter"): ("only in the first", None),
@@ -331,6 +336,8 @@ def test_diff_names_each_difference_once(make, run):
         ("a.weight", "step"): ("10.0 and 20.0", None),
         ("b", "value"): ("bfloat16 and float32, values", 1.0),
         ("count", "buffer"): ("values", 2.0),
+        ("mean", "buffer"): ("shape [2] and [3]", None),
+        ("b", ""): ("trained in one, frozen in the other", None),
     }
 
 

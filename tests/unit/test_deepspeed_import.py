@@ -35,6 +35,7 @@ from support.deepspeed_files import (
 )
 from torch.serialization import get_safe_globals
 
+from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.deepspeed.files import is_deepspeed
 from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader
 from zeroshard.checkpoint.deepspeed.unpickle import load_plain
@@ -134,6 +135,24 @@ def test_any_piece_of_any_run_comes_back(tmp_path_factory, deepspeed_classes, da
     saved.fill(name, "exp_avg", begin, out)
     expected = first_moment(value(name, shapes[name])).reshape(-1)
     assert torch.equal(out, expected[begin : begin + out.numel()])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_part_that_a_tensor_rank_has_comes_back(tmp_path, deepspeed_classes, stage):
+    run = Run(stage, 3, shapes={"w": (6, 10), "b": (7,)}, groups=[["w", "b"]])
+    saved = DeepSpeedReader(write(tmp_path, run, deepspeed_classes))
+    whole = value("w", (6, 10))
+    for box, expected in (
+        (Box((0, 5), (6, 5)), whole[:, 5:]),
+        (Box((3, 0), (3, 10)), whole[3:]),
+        (Box((0, 0), (6, 10)), whole),
+    ):
+        flat = expected.reshape(-1)
+        for begin, end in ((0, len(flat)), (3, len(flat) - 4)):
+            out = torch.empty(end - begin)
+            saved.fill("w", "value", begin, out, box)
+            assert torch.equal(out, flat[begin:end])
+    saved.close()
 
 
 @pytest.mark.parametrize("kind", ["list", "flat"])

@@ -190,6 +190,62 @@ def test_a_module_with_a_name_of_the_pipeline_is_refused(name):
         pipeline(model, split=["layers.1"], order=["embed", "layers", "head", name])
 
 
+class Chooses(Skips):
+    """Its forward asks which elements a mask chooses, as routers and models of images do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, chosen = self.embed(tokens), tokens > 2
+        match self.how:
+            case "nonzero":
+                places = torch.nonzero(chosen).squeeze(1)
+            case "as_tuple":
+                (places,) = chosen.nonzero(as_tuple=True)
+            case "where":
+                (places,) = torch.where(chosen)
+            case _:
+                places = chosen
+        x[places] = x[places] * 3
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("how", ["nonzero", "as_tuple", "where", "mask"])
+def test_a_forward_may_choose_elements_by_a_mask(how):
+    tokens = torch.arange(8)
+    value: Any = (tokens,)
+    for stage in range(2):
+        part = pipeline(Chooses(how), split=["layers.1"], example={"tokens": tokens})
+        part.keep(stage, 2)
+        part.given_names = ("tokens",)
+        value = part(*value, stage=stage)
+    assert torch.equal(value, Chooses(how)(tokens))
+
+
+def test_groups_of_matrices_are_followed():
+    """Transformers multiplies the matrices of all experts in one call."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "mixtral", **COMMON, num_local_experts=2, experts_implementation="grouped_mm"
+    )
+    whole = AutoModelForCausalLM.from_config(config)
+    given = inputs()
+    expected = whole(**given, use_cache=False).logits
+    value: Any = tuple(given.values())
+    for stage in range(2):
+        again = AutoModelForCausalLM.from_config(config)
+        again.load_state_dict(whole.state_dict())
+        part = pipeline(again, split=["model.layers.2"])
+        part.keep(stage, 2)
+        part.given_names = tuple(given)
+        value = part(*value, stage=stage)
+    assert torch.equal(value.logits, expected)
+
+
 class Between(Skips):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -204,6 +260,52 @@ class Backwards(Skips):
         for layer in reversed(self.layers):
             x = layer(x)
         return self.head(x)
+
+
+class Reads(Skips):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) if tokens.sum().item() > 3 else tokens
+
+
+class Uncut(Skips):
+    """Its blocks do not return what they are given, but something else in a fixed structure."""
+
+    def __init__(self, *returned: Any) -> None:
+        super().__init__()
+        for layer, value in zip(self.layers, returned, strict=True):
+            layer.register_forward_hook(lambda _, __, y, value=value: value(y))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x if (y := layer(x)) is None else y if isinstance(y, Tensor) else y[0]
+        return self.head(x)
+
+
+class Nothing(Uncut):
+    def __init__(self) -> None:
+        super().__init__(*3 * [lambda _: {}])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            layer(x)
+        return self.head(x)
+
+
+class Sometimes(Uncut):
+    def __init__(self) -> None:
+        super().__init__(lambda y: y, lambda y: (y,), lambda y: y)
+
+
+class Forgets(Skips):
+    """The last block's result is not used."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(first)
 
 
 class Two(nn.Linear):
@@ -238,6 +340,10 @@ class Means(Skips):
             UnsupportedError,
             "return several tensors that the model may use later",
         ),
+        (Reads, ["layers.1"], UnsupportedError, "could not be followed: its forward raised"),
+        (Nothing, ["layers.1"], UnsupportedError, r"block layers\.0 returned no hidden states"),
+        (Sometimes, ["layers.1"], UnsupportedError, "do not all return the same structure"),
+        (Forgets, ["layers.1"], UnsupportedError, "stage 1 of Forgets does not depend on"),
         (Skips, ["head"], UsageError, "Its lists are layers"),
         (Skips, ["layers.0"], UsageError, r"Give names from layers\.1 to layers\.2"),
         (Skips, ["layers.2", "layers.1"], UsageError, "not in the order"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -16,6 +17,9 @@ from zeroshard.parallel.other_stages import After, Before, ForwardLeft, Shell
 from zeroshard.parallel.whole_copy import whole_copy
 
 NOT_FOLLOWED = "so this model cannot be cut without order="
+
+
+_settings: Any = _config  # torch adds the functions of this module at run time
 
 
 class _Probe(Shell):
@@ -32,8 +36,8 @@ class _Probe(Shell):
 class _WithoutValues(TorchFunctionMode):
     """Answers questions of the host about the values of a tensor that has none.
 
-    Models ask whether a mask masks anything: it does. Routers ask which tokens an expert gets: all. The
-    meta device of torch multiplies groups of matrices in bf16 only.
+    Models ask whether a mask masks anything: it does. The meta device of torch multiplies groups of
+    matrices in bf16 only.
     """
 
     def __torch_function__(
@@ -44,21 +48,11 @@ class _WithoutValues(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in (Tensor.__bool__, Tensor.__contains__):
             return True
-        if func in (torch.nonzero, Tensor.nonzero):
-            found = _all_places(args[0])
-            return found.unbind(1) if kwargs.get("as_tuple") else found
-        if func is torch.where and len(args) == 1 and not kwargs:
-            return _all_places(args[0]).unbind(1)
         if getattr(func, "__name__", "") in ("_grouped_mm", "grouped_mm"):
             dtype = args[0].dtype
             args, kwargs = tree_map(_in_bf16, (args, kwargs))
             return func(*args, **kwargs).to(dtype)
         return func(*args, **kwargs)
-
-
-def _all_places(x: Tensor) -> Tensor:
-    """What ``torch.nonzero`` returns if nothing is zero: shape ``(numel, dim)``."""
-    return torch.empty((x.numel(), x.dim()), dtype=torch.int64, device=x.device)
 
 
 def _in_bf16(value: Any) -> Any:
@@ -93,7 +87,12 @@ class ForwardTrace:
         before = dict(self.blocks._modules)
         self.blocks._modules.update(zip(before, modules, strict=True))
         try:
-            with torch.enable_grad(), _WithoutValues():
+            # Masks choose all elements, and routers give all tokens to each expert.
+            with (
+                torch.enable_grad(),
+                _WithoutValues(),
+                _settings.patch(meta_nonzero_assume_all_nonzero=True),
+            ):
                 return self.model(**self.example)
         except ForwardLeft as left:
             return left.hidden

@@ -134,9 +134,6 @@ class OwnForwardModel(PipelineModel):
 
     def _leave_out(self, module: nn.Module, name: str, held: set[int]) -> None:
         """Replace what has only parameters of other stages, from ``module`` downwards."""
-        for leaf, param in module._parameters.items():
-            if param is not None and id(param) not in held:
-                module._parameters[leaf] = None  # of other stages
         for leaf, child in list(module._modules.items()):
             fqn = f"{name}.{leaf}".lstrip(".")
             if child is None or fqn == self._parent or isinstance(child, Shell):
@@ -228,12 +225,11 @@ def _users(
 
 
 def _keep_whole(model: nn.Module, users: Mapping[int, set[int]]) -> None:
-    """Give the own parameters of a module with children the stages of all: it is never cut in two."""
+    """Give the own parameters of each module the stages of all in it: it is never cut in two."""
     for module in model.modules():
         below = set().union(*(users[id(param)] for param in module.parameters()))
-        if next(module.children(), None) is not None:
-            for param in module.parameters(recurse=False):
-                users[id(param)] |= below
+        for param in module.parameters(recurse=False):
+            users[id(param)] |= below
 
 
 def cut_own_forward(
