@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from zeroshard_testing import on_ranks
 
 from zeroshard.core.mesh import Mesh
-from zeroshard.parallel import pipeline
+from zeroshard.parallel import MoE, pipeline
 
 STAGES = (0, 1, 2, 3)
+UP_DOWN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
 def assert_equal(found: Run, expected: Run, tolerance: float = 1e-12) -> None:
@@ -215,6 +216,29 @@ def test_tensor_ranks_share_each_expert(stage):
         assert experts[0][0].weight.to_local().shape == (tiny.INNER // 2, tiny.WIDTH)
         found = trained(engine, setting)
     assert_equal(found, tiny.in_one_process(setting, 2))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(4)
+def test_copies_of_one_expert_need_no_mesh(stage):
+    """Each rank gets the numbers that its place among the tensor ranks has."""
+    setting, mesh = Setting(depth=1), Mesh(data_shard=2, tensor=2)
+
+    def copies(setting: Setting, ep_size: int, *_: Any, **__: Any) -> nn.Module:
+        net = tiny_model(setting, 1)
+        gate, expert = net.blocks[0].moe.deepspeed_moe.gate, tiny.make_expert().double()
+        net.blocks[0].moe = moe = MoE(
+            tiny.WIDTH, expert, setting.experts, ep_size, setting.k, drop_tokens=False
+        )
+        moe.deepspeed_moe.gate = gate
+        return net
+
+    tiny_model = tiny.model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "model", copies)
+        with opened(setting, 2, stage, mesh=mesh, net=copies(setting, 2), plan=UP_DOWN) as engine:
+            found = trained(engine, setting)
+        assert_equal(found, tiny.in_one_process(setting, 2))
 
 
 @on_ranks(4)

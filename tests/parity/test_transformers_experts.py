@@ -14,6 +14,7 @@ from zeroshard_testing import on_ranks, run_ranks
 
 import zeroshard
 from zeroshard.errors import UsageError
+from zeroshard.experts.stacked import SharedStack
 
 transformers = pytest.importorskip("transformers")
 
@@ -122,6 +123,37 @@ def test_replicas_share_stacked_experts(stage):
         check(engine, "Qwen3Moe", train(engine, slice(0, STEPS)))
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(4)
+def test_a_rank_whose_experts_get_no_token_takes_part(stage):
+    """Its backward must send, too."""
+
+    def starving(family: str, first: Any = model) -> Any:
+        net = first(family)
+        with torch.no_grad():
+            net.model.embed_tokens.weight[:, 0] += 10
+            for layer in net.model.layers:
+                layer.mlp.gate.weight.mul_(0.1)[2:, 0] -= 100
+        return net
+
+    calls = []
+    run_experts = SharedStack._run
+
+    def counted(self: SharedStack, rows: Any) -> Any:
+        calls.append(sum(each.shape[-2] for each in rows))
+        return run_experts(self, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedStack, "_run", counted)
+        patch.setitem(globals(), "model", starving)
+        engine = opened("Mixtral", stage, 2, 4)
+        try:
+            check(engine, "Mixtral", train(engine, slice(0, STEPS)))
+            assert any(calls) is (engine.global_rank % 2 == 0)
+        finally:
+            engine.close()
 
 
 def run(steps: slice, size: int, world: int, stage: int, root: Path) -> None:

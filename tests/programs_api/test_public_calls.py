@@ -8,6 +8,7 @@ import re
 import api_functions
 import api_modules
 import api_optimizers
+import api_outputs
 import api_parameters
 import pytest
 from api_not_yet import NOT_YET
@@ -20,7 +21,10 @@ def verdicts(rows: list[tuple[str, int]]) -> dict[tuple[str, int], str]:
     return {(name, stage): judge(name, stage) for name, stage in rows}
 
 
-@pytest.mark.parametrize("part", [api_functions, api_modules, api_optimizers, api_parameters])
+PARTS = [api_functions, api_modules, api_optimizers, api_outputs, api_parameters]
+
+
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_row_is_plain_pytorch_or_an_error(ranks, part):
     rows = cases(ranks, part.__name__)

@@ -8,6 +8,7 @@ from typing import Any
 import api_functions  # noqa: F401
 import api_modules  # noqa: F401
 import api_optimizers  # noqa: F401
+import api_outputs  # noqa: F401
 import api_parameters  # noqa: F401
 import torch
 from api_not_yet import NOT_YET

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dots import Plain, assert_same, factor_of, open_engine, train
+from dots import Plain, assert_same, build, factor_of, open_engine, train
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -216,6 +216,8 @@ def test_optimizer_state_is_read_and_set_in_full(stage, precision):
 @on_ranks(3)
 def test_local_pieces_reassemble_to_the_full_values(stage, precision):
     with open_engine(stage, precision) as engine:
+        for p in engine.module.parameters():
+            assert safe_get_local_optimizer_state(p, "exp_avg") is safe_get_local_grad(p) is None
         train(engine, range(1))
         engine.backward(engine(factor_of(engine.global_rank, 1)))
         for name, p in engine.module.named_parameters():
@@ -233,6 +235,44 @@ def test_local_pieces_reassemble_to_the_full_values(stage, precision):
                 if stage == 0:  # every rank updates everything
                     whole = whole[: p.numel()]
                 assert torch.equal(whole, full.view(-1)), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_frozen_parameters_have_nothing_and_state_needs_a_name(stage):
+    model = build()
+    model.dots[2].requires_grad_(False)
+    with kit.engine(model, stage) as engine:
+        train(engine, range(1))
+        engine.backward(engine(1.0))
+        frozen = engine.module.dots[2].weight
+        for read in (safe_get_full_grad, safe_get_local_grad, safe_get_full_fp32_param):
+            assert read(frozen) is None
+        assert safe_get_local_fp32_param(frozen) is None
+        assert safe_get_full_optimizer_state(frozen, "exp_avg") is None
+        assert safe_get_local_optimizer_state(frozen, "exp_avg") is None
+        p = engine.module.get_parameter(NAME)
+        piece = safe_get_local_optimizer_state(p, "exp_avg")
+        if piece is None:  # another rank has all of it
+            safe_set_local_optimizer_state(p, torch.zeros(0), "nothing")
+        else:
+            assert float(safe_get_local_optimizer_state(p, "step")) == 1.0
+            strided = torch.stack([piece, piece * 2], 1)[:, 1]
+            safe_set_local_optimizer_state(p, strided, "exp_avg")
+            with pytest.raises(UsageError, match=r"no optimizer state 'nothing'.*'exp_avg'"):
+                safe_set_local_optimizer_state(p, piece, "nothing")
+
+
+@on_ranks(1)
+def test_a_whole_piece_may_have_any_strides_and_a_scalar_is_one_beside_the_disk(tmp_path):
+    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    with open_engine(2, zero_optimization=disk) as engine:
+        train(engine, range(1))
+        p = engine.module.get_parameter(NAME)
+        values = torch.arange(91.0).view(7, 13).t()
+        safe_set_local_optimizer_state(p, values, "exp_avg")
+        assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg"), values)
+        assert safe_get_local_optimizer_state(p, "step").shape == ()
 
 
 @pytest.mark.parametrize("stage", STAGES)

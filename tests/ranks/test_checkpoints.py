@@ -8,8 +8,10 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import kit
 import pytest
 import torch
 import torch.distributed as dist
@@ -293,6 +295,36 @@ def test_module_only_leaves_everything_else(tmp_path):
         for name in after:
             source = before if name.endswith((" exp_avg", " exp_avg_sq", " step", "lr")) else saved
             assert torch.equal(after[name], source[name]), name
+
+
+class Counting(torch.optim.AdamW):
+    """Has state that belongs to no parameter, and a learning rate that is a tensor."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=torch.tensor(lr), foreach=False)
+
+    def step(self, closure: Any = None) -> None:
+        count = self.state["steps"] = self.state.get("steps", 0) + 1
+        for group in self.param_groups:
+            group["lr"].fill_(1e-2 / count)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_state_of_no_parameter_and_tensors_of_groups_are_replaced(tmp_path, stage):
+    with kit.engine(Small(), stage, optimizer=Counting) as engine:
+        lr = engine.basic_optimizer.param_groups[0]["lr"]
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        saved = everything(engine)
+        train(engine, 3)
+        assert engine.basic_optimizer.state["steps"] == 5
+        engine.load_checkpoint(tmp_path)
+        assert engine.basic_optimizer.state["steps"] == 2
+        assert engine.basic_optimizer.param_groups[0]["lr"] is lr  # a compiled update refers to it
+        assert lr.item() == pytest.approx(5e-3)
+        assert not differences(everything(engine), saved)
 
 
 @pytest.mark.parametrize("save_precision", ["fp32", "bf16", "fp16"])

@@ -208,12 +208,14 @@ def test_offload_changes_no_bit(stage, device, kv_heads, tmp_path):
     assert all(torch.equal(values, kept[1][name]) for name, values in kept[0].items())
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "disk"), [(0, False), (2, False), (3, False), (3, True)])
 @on_ranks(4)
-def test_gradients_can_be_read_and_set_and_more_may_come(stage):
+def test_gradients_can_be_read_and_set_and_more_may_come(stage, disk, tmp_path):
     """A norm that is asked for before the step completes sums; later addends are added to them."""
     plain = tiny_gpt()
-    with open_engine(tiny_gpt(), stage, gradient_clipping=0.0) as engine:
+    where = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}} if disk else {}
+    keys = {"gradient_clipping": 0.0, "zero_optimization": where}
+    with open_engine(tiny_gpt(), stage, **keys) as engine:
         engine.accumulation.managed = False  # the program decides when a step ends
         norms = dict(engine.module.named_parameters())
         for seed in (0, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,25 @@ class Averaged(torch.optim.Optimizer):
                     if "z" in self.state[p]:
                         p.data.lerp_(self.state[p]["z"], share)
                 group["train_mode"] = training
+
+
+class Logged(torch.optim.Optimizer):
+    """Counts in a dict with a dict of tensors inside, and in a deque."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.log: dict[str, Any] = {"steps": 0, "of": {}}
+        self.recent: deque[int] = deque(maxlen=2)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.log["steps"] += 1
+        self.recent.append(self.log["steps"])
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    count = self.log["of"][id(p)] = self.log["of"].get(id(p), 0) + 1
+                    p.sub_(p.grad, alpha=group["lr"] / (count + sum(self.recent)))
 
 
 def hooked(params: Any) -> torch.optim.Optimizer:
@@ -172,14 +192,14 @@ def compare(make: Any, world: int, folder: Path, places: Any, *, precision: Any 
             assert error <= most, (stage, where, name, error)
 
 
-@pytest.mark.parametrize("make", [Warm, averaged, hooked])
+@pytest.mark.parametrize("make", [Warm, averaged, Logged, hooked])
 def test_a_step_counts_once_on_one_rank(make, tmp_path):
     compare(make, 1, tmp_path, PLACES)
 
 
 @on_ranks(2)
 def test_a_step_counts_once_on_two_ranks(tmp_path):
-    for make in (Warm, averaged, hooked):
+    for make in (Warm, averaged, Logged, hooked):
         compare(make, 2, tmp_path, PLACES[1:])
 
 

@@ -196,6 +196,26 @@ def test_a_learning_rate_may_be_a_tensor(cls):
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("cls", [Lion, FlexibleAdam, Lamb])
+def test_strides_closures_and_groups_without_gradients_change_no_number(cls):
+    value, grad = leaf(4, 6).detach(), leaf(4, 6).detach()
+    found = []
+    for strided, strided_grad in ((False, False), (True, True), (False, True)):
+        p = (value.t().clone().t() if strided else value.clone()).requires_grad_()
+        optimizer = cls([{"params": [leaf(3)]}, {"params": [p]}], lr=0.1, weight_decay=0.1)
+
+        def closure(p=p, optimizer=optimizer, strided=strided_grad):
+            optimizer.zero_grad()
+            p.grad = grad.t().clone().t() if strided else grad.clone()
+            assert torch.is_grad_enabled()
+            return 3.0
+
+        assert [optimizer.step(closure) for _ in range(3)] == [3.0] * 3
+        found.append(p.detach())
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0])
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_flexible_adam_with_ordinary_options_is_adam(decoupled, dtype):

@@ -28,6 +28,7 @@ from zeroshard.engine.restarts import batch_of_run
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
 from zeroshard.engine.wrapping import cut_block
 from zeroshard.errors import UsageError
+from zeroshard.experts.placement import number_experts
 from zeroshard.experts.stacked import expert_block
 from zeroshard.metrics.monitors import Monitors, build_monitors
 from zeroshard.metrics.sinks import check_packages
@@ -122,7 +123,8 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     if settings.preemption.save_dir is not None:
         check_can_save_in(settings.preemption.save_dir)
     check_model_on(mesh, model, settings)
-    given = cut_tensor(given, mesh, loaded)  # before, because plans name layers of all stages
+    # Before pipeline stages are taken, because plans name layers of all stages.
+    given = cut_tensor(given, mesh, loaded, rank_info.rank)
     note_kinds(model.parameters())
     copies = head_copies(model.parameters())  # of all stages: every rank opens the same groups
     ties = model.ties if isinstance(model, PipelineModel) else None
@@ -208,16 +210,24 @@ def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, SlotBlock]
     return {name: block for name, block in found.items() if block is not None}
 
 
-def cut_tensor(given: EngineArguments, mesh: Mesh, loaded: LoadedConfig) -> EngineArguments:
+def cut_tensor(
+    given: EngineArguments, mesh: Mesh, loaded: LoadedConfig, rank: int
+) -> EngineArguments:
     """Cut the model over tensor ranks if the program asked for it. Collective then.
+
+    Experts get their numbers before, since tensor ranks compare the names of their parameters.
 
     It asks with ``plan=``, or with a key of DeepSpeed that means "cut the model by yourself". Returns the
     arguments with the cut parameters, which are new objects. An optimizer object gets them too.
 
     Raises:
-        UsageError: there is a plan for a model that is cut already, or it does not fit the model.
+        UsageError: there is a plan for a model that is cut already, or it does not fit the model; or
+            layers of experts do not fit the mesh.
         DistributedError: another rank has another plan or configuration, or failed before.
     """
+    is_pipeline = isinstance(given.model, PipelineModel)
+    origin = loaded.origins["parallel.expert"]
+    number_experts(given.model, mesh, rank, origin, may_rename=not is_pipeline)
     plan = given.tensor_plan
     if plan is None and "tensor_parallel." in loaded.origins["parallel.tensor"]:
         plan = "auto"

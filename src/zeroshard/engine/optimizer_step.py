@@ -22,7 +22,7 @@ from zeroshard.config import Config
 from zeroshard.device.choice import ops_of, read
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.errors import UsageError
-from zeroshard.metrics.step_report import StepReport
+from zeroshard.metrics.step_report import StepReport, learning_rates
 from zeroshard.offload.async_update import PendingUpdates
 from zeroshard.optim.schedulers import schedule_restore, schedule_snapshot, step_schedule
 from zeroshard.precision.loss_scaler import DynamicScale, LossScaler
@@ -235,7 +235,7 @@ class OptimizerStep:
         flag = self._ops.host_flag(found_inf) if skipped is None else skipped
         report = StepReport(
             step,
-            tuple(float(group["lr"]) for group in optimizer.inner.param_groups),
+            learning_rates(optimizer.inner.param_groups),
             norm, clip, scale, flag, measured.loss,
         )  # fmt: skip
         if skipped is None and not optimizer.skips_on_device:

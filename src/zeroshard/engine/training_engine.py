@@ -30,7 +30,7 @@ from zeroshard.engine.pipeline import (
 from zeroshard.engine.preemption import Preemption
 from zeroshard.engine.shared_loss import LossSharing
 from zeroshard.errors import UsageError
-from zeroshard.metrics.step_report import StepReport
+from zeroshard.metrics.step_report import StepReport, learning_rates
 from zeroshard.precision.casting import cast_floats
 
 logger = logging.getLogger("zeroshard")
@@ -267,7 +267,7 @@ class TrainingEngine(EngineBase):
                 return
         elif skipped is not None:
             self._skipped.in_a_row = 0
-        next_lr = float(self._groups[0]["lr"]) if self._groups else 0.0
+        next_lr = next(iter(learning_rates(self._groups)), 0.0)
         self._observer.after_step(report, self.global_samples, self.skipped_steps, next_lr)
         if self._gc is not None:
             self._gc.collect()
@@ -450,9 +450,9 @@ class TrainingEngine(EngineBase):
         return self.runtime.optimizer.inner if self.runtime.optimizer is not None else None
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each param group, for the next update."""
+        """Learning rate of each param group, for the next update; 0.0 if it has none."""
         self._resolve_last_step()
-        return [float(group["lr"]) for group in self._groups]
+        return list(learning_rates(self._groups))
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step over all ranks."""

@@ -28,23 +28,22 @@ def place_experts(
 ) -> tuple[int, ...]:
     """How many ranks share the experts of a layer: each number above 1 once, in order.
 
-    Gives the experts in ``model`` the numbers that those of ``rank`` have. ``model`` has the layers of
-    all pipeline stages. ``origin``: who gave the mesh its number of expert ranks, for messages. ``ties``:
-    parameters of several pipeline stages; None: the model is no pipeline. ``whole``: see
+    Keeps ``rank``'s part of stacked experts. ``model`` has the layers of all pipeline stages.
+    ``origin``: who gave the mesh its number of expert ranks, for messages. ``ties``: parameters of
+    several pipeline stages; None: the model is no pipeline. ``whole``: see
     :func:`~.stacked.share_stacks`.
 
     Raises:
-        UsageError: a layer's ``ep_size`` does not fit the mesh, or an expert has no name of its own.
-        UnsupportedError: stacked experts that ranks share have buffers, or a layer is a ``MoE`` by name
-            only.
+        UsageError: no layer has experts to share, or an expert has no name of its own.
+        UnsupportedError: stacked experts that ranks share have buffers.
     """
     if mesh.expert > 1:
         share_stacks(model, mesh, rank, origin, whole)
     layers = expert_layers(model)
     for name, layer in layers.items():
         if isinstance(layer, MoE):
-            _check_constructed(name, layer)
-            _place_layer(name, layer, mesh, rank, origin, may_rename=ties is None)
+            if rank == 0:
+                _warn_of_whole_experts(name, layer, mesh)
         elif layer.ep_size > 1:
             _refuse_buffers(name, layer, layer.ep_size)
     found = _sizes_of(model, layers.values(), ties or ())
@@ -56,6 +55,31 @@ def place_experts(
             "size out: ZeRO then shards experts as all other parameters."
         )
     return found
+
+
+def number_experts(
+    model: nn.Module, mesh: Mesh, rank: int, origin: str, *, may_rename: bool
+) -> None:
+    """Give the experts in layers ``MoE`` the numbers that those of ``rank`` have.
+
+    Before tensor ranks compare the names of their parameters. ``may_rename``: see :meth:`MoE.move_to`.
+
+    Raises:
+        UsageError: a layer's ``ep_size`` does not fit the mesh, or its experts cannot be renamed.
+        UnsupportedError: a layer is a ``MoE`` by name only.
+    """
+    for name, layer in expert_layers(model).items():
+        if not isinstance(layer, MoE):
+            continue
+        _check_constructed(name, layer)
+        if mesh.expert > 1 and layer.ep_size != mesh.expert:
+            raise UsageError(
+                f"the MoE layer {name!r} has ep_size {layer.ep_size}, but the mesh has {mesh.expert} "
+                f"expert ranks ({origin}). Give both the same number, or leave the size of the mesh out."
+            )
+        if layer.ep_size > 1:
+            mesh.check_experts(layer.ep_size)
+            layer.move_to(mesh.expert_place(rank, layer.ep_size), may_rename=may_rename)
 
 
 def expert_layers(model: nn.Module) -> dict[str, MoE | SharedStack]:
@@ -85,19 +109,10 @@ def _check_constructed(name: str, layer: MoE) -> None:
         )
 
 
-def _place_layer(
-    name: str, layer: MoE, mesh: Mesh, rank: int, origin: str, *, may_rename: bool
-) -> None:
-    if mesh.expert > 1 and layer.ep_size != mesh.expert:
-        raise UsageError(
-            f"the MoE layer {name!r} has ep_size {layer.ep_size}, but the mesh has {mesh.expert} expert "
-            f"ranks ({origin}). Give both the same number, or leave the size of the mesh out."
-        )
-    if layer.ep_size > 1:
-        mesh.check_experts(layer.ep_size)
+def _warn_of_whole_experts(name: str, layer: MoE, mesh: Mesh) -> None:
     params = layer.deepspeed_moe.experts.parameters()
     is_cut = any(type(param) in KINDS or is_part(param) for param in params)
-    if layer.enable_expert_tensor_parallelism and mesh.tensor > 1 and rank == 0 and not is_cut:
+    if layer.enable_expert_tensor_parallelism and mesh.tensor > 1 and not is_cut:
         logger.warning(
             "the MoE layer %r asks for enable_expert_tensor_parallelism, but the plan of the tensor "
             "ranks does not name the layers of its experts, so each of the %d tensor ranks holds whole "
@@ -105,8 +120,6 @@ def _place_layer(
             "in the plan: %s.deepspeed_moe.experts.deepspeed_experts.*.LAYER",
             *(name, mesh.tensor, mesh.tensor, name),
         )
-    if layer.ep_size > 1:
-        layer.move_to(mesh.expert_place(rank, layer.ep_size), may_rename=may_rename)
 
 
 def _refuse_buffers(name: str, experts: nn.Module, size: int) -> None:

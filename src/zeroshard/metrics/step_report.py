@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +13,12 @@ from zeroshard.core.ledger import RESTING, TEMPORARY, TRANSPORT, Key, Ledger
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.device.choice import read
 from zeroshard.device.ops import HostFlag
+
+
+def learning_rates(groups: Iterable[Mapping[str, Any]]) -> tuple[float, ...]:
+    """Of param groups; 0.0 of a group that has none, as those of some optimizers that choose it."""
+    rates = [group.get("lr") for group in groups]
+    return tuple(0.0 if rate is None else float(rate) for rate in rates)
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,7 +29,7 @@ class StepReport:
     """
 
     step: int  # counted from 1
-    lrs: tuple[float, ...]  # one per param group, as used by this step
+    lrs: tuple[float, ...]  # one per param group, as used by this step; 0.0: the group has none
     _norm: Tensor | None  # 0-dim, before clipping; None if not computed
     _clip: Tensor | None  # 0-dim factor, at most 1
     _scale: Tensor  # 0-dim loss scale that this step's gradients carried

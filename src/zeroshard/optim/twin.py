@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -46,7 +47,8 @@ def _options(source: Group, lr: float | None) -> Group:
     """A copy of the options of a group. ``lr``: replaces its learning rate; None: that stays."""
     kept = {key: value for key, value in source.items() if key not in ("params", "param_names")}
     if lr is not None and kept.get("lr") is not None:
-        kept["lr"] = lr
+        is_tensor = isinstance(kept["lr"], Tensor)
+        kept["lr"] = torch.full_like(kept["lr"], lr) if is_tensor else lr
     return copy.deepcopy(kept)
 
 

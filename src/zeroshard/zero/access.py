@@ -373,7 +373,7 @@ def _check_piece(optim_state: UnitOptimState, param: nn.Parameter, value: Tensor
     """
     numel = sum(f.numel for f in optim_state.shard.fragments if f.param is param)
     if numel:
-        flat = value.view(-1) if isinstance(value, Tensor) else value
+        flat = value.reshape(-1) if isinstance(value, Tensor) else value
         _check_shape(param, (numel,), flat, what)
     return numel
 

@@ -157,7 +157,8 @@ class HeldNorm(Tensor):
     @staticmethod
     def of(grads: Sequence[HeldGrad], *, stacked: bool = False) -> HeldNorm:
         """The norms of ``grads``: a vector if ``stacked``, else 0-dim."""
-        made = torch.full((len(grads),) if stacked else (), float("nan"))
+        shape = (len(grads),) if stacked else ()
+        made = torch.full(shape, float("nan"), dtype=grads[0].dtype, device=grads[0].device)
         made.__class__ = HeldNorm
         assert isinstance(made, HeldNorm)
         made.grads = list(grads)

@@ -231,14 +231,19 @@ def _merge(
     for before, after in zip(kept, now, strict=True):
         for name, found in after.items():
             there = before.get(name)
-            if isinstance(found, dict) and isinstance(there, dict) and found is not there:
-                there.update(
-                    {
-                        key: item
-                        for key, item in found.items()
-                        if key not in there or (key if isinstance(key, int) else id(key)) in members
-                    }
-                )
+            if isinstance(found, dict) and isinstance(there, dict):
+                _merge_dict(there, found, members)
+
+
+def _merge_dict(kept: dict[Any, Any], now: dict[Any, Any], members: set[int]) -> None:
+    if now is kept:
+        return
+    for key, found in now.items():
+        there = kept.get(key)
+        if key not in kept or (key if isinstance(key, int) else id(key)) in members:
+            kept[key] = found
+        elif isinstance(found, dict) and isinstance(there, dict):
+            _merge_dict(there, found, members)
 
 
 def _is_counted(key: Any) -> bool:
