@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,6 +104,25 @@ def test_experts_in_two_stages_or_over_replicas_are_refused():
     assert "in several pipeline stages" in refusal(
         stages, Mesh(pipeline=2, data_shard=2), gradient_accumulation_steps=2
     )
+
+
+@on_ranks(2)
+def test_experts_that_were_loaded_or_trained_keep_their_numbers():
+    """Copies of one expert may become those of another place; after that they may not."""
+
+    def moved(change: Callable[[MoE], object]) -> None:
+        layer = MoE(4, nn.Linear(4, 4), 4, 2)
+        change(layer)
+        layer.move_to(1 - layer.place)
+
+    moved(lambda layer: None)
+    with pytest.raises(UsageError, match="made, loaded or trained part"):
+        moved(lambda layer: layer.load_state_dict(layer.state_dict()))
+    with opened(Setting(depth=1), 2, 1) as engine:
+        layer = engine.module.blocks[0].moe
+    layer.makes_experts = False
+    with pytest.raises(UsageError, match="made, loaded or trained part"):
+        layer.move_to(1 - layer.place)
 
 
 @on_ranks(2)

@@ -32,10 +32,16 @@ class ExpertList(nn.Module):
     Indices count from this rank's first expert, as those of a list.
     """
 
+    keep_numbers = False  # they were loaded or trained under them, so they are copies no more
+
     def __init__(self, experts: Sequence[nn.Module], first: int) -> None:
         super().__init__()
         for at, expert in enumerate(experts):
             self.add_module(str(first + at), expert)
+
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
+        self.keep_numbers = True
+        super()._load_from_state_dict(*args, **kwargs)
 
     def renumber(self, first: int) -> None:
         """Let the first expert be number ``first`` of the layer."""
@@ -241,17 +247,19 @@ class MoE(nn.Module):
         ``may_rename``: nobody noted their names.
 
         Raises:
-            UsageError: a function made them, so others belong there; or their names were noted.
+            UsageError: a function made them, or they were loaded or trained, so others belong there; or
+                their names were noted.
         """
+        experts = self.deepspeed_moe.experts.deepspeed_experts
         if place == self.place:
             return
-        if self.makes_experts or not may_rename:
+        if self.makes_experts or experts.keep_numbers or not may_rename:
             raise UsageError(
-                f"a MoE layer with ep_size {self.ep_size} made part {self.place} of its experts on "
-                f"this rank, but the mesh has part {place} here, since it has tensor ranks or another "
-                "order. Pass mesh= to MoE."
+                f"a MoE layer with ep_size {self.ep_size} made, loaded or trained part {self.place} of "
+                f"its experts on this rank, but the mesh has part {place} here, since it has tensor "
+                "ranks or another order. Pass mesh= to MoE."
             )
-        self.deepspeed_moe.experts.deepspeed_experts.renumber(place * self.num_local_experts)
+        experts.renumber(place * self.num_local_experts)
 
     @property
     def link(self) -> TokenLink:
@@ -261,6 +269,7 @@ class MoE(nn.Module):
     def connect(self, group: dist.ProcessGroup | None) -> None:
         """Send tokens in ``group`` from now on: the ranks that share the experts, in order."""
         self.link.group = group
+        self.deepspeed_moe.experts.deepspeed_experts.keep_numbers = True
         if group is not None:
             announce(group)
 
