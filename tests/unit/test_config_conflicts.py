@@ -12,6 +12,7 @@ import torch
 from zeroshard.config import load_config
 from zeroshard.deepspeed import conflicts
 from zeroshard.engine.optimizer_step import Accumulation
+from zeroshard.parallel import MoE
 from zeroshard.precision.policy import Policy, policy_from
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -80,13 +81,15 @@ def test_only_trained_floating_parameters_count():
     came_in = {"base": BF16, "adapter": F32, "gate": BF16, "codes": torch.int8}
     units = [unit(False, base=100), unit(True, adapter=8, gate=2, codes=5)]
     assert conflicts.trained_dtypes(came_in, units) == {F32: 8, BF16: 2}
-    renumbered = SimpleNamespace(
-        trainable=True,
-        layout=SimpleNamespace(slots=[SimpleNamespace(fqn="experts.2", numel=7)]),
-        params=[object()],
-    )
-    came_in |= {"experts.0": F32, id(renumbered.params[0]): F32}
-    assert conflicts.trained_dtypes(came_in, [renumbered]) == {F32: 7}
+
+
+def test_the_dtype_of_an_expert_is_found_under_another_number():
+    layer = MoE(4, torch.nn.Linear(4, 4), 4)
+    came_in = conflicts.dtypes_by_name(torch.nn.ModuleDict({"moe": layer.bfloat16()}))
+    name = "moe.deepspeed_moe.experts.deepspeed_experts.7.weight"
+    slots = [SimpleNamespace(fqn=name, numel=16)]
+    unit = SimpleNamespace(trainable=True, layout=SimpleNamespace(slots=slots))
+    assert conflicts.trained_dtypes(came_in, [unit]) == {BF16: 16}
 
 
 # ---------------------------------------------------------------------- who wrote a number

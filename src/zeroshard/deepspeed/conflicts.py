@@ -6,12 +6,14 @@ unusual but valid things here, and a false alarm costs more than a missing line.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from zeroshard.engine.optimizer_step import Accumulation
 from zeroshard.precision.policy import Policy
@@ -20,20 +22,26 @@ from zeroshard.zero.unit import Unit
 # ---------------------------------------------------------------------- dtypes
 
 
+_NUMBER = re.compile(r"(?<=\.deepspeed_experts\.)\d+")
+
+
+def dtypes_by_name(model: Any) -> dict[str, torch.dtype]:
+    """The dtype of each parameter of a module; experts of a layer have one name, without their number."""
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    return {_NUMBER.sub("*", name): param.dtype for name, param in named}
+
+
 def trained_dtypes(
-    came_in: Mapping[str | int, torch.dtype], units: Iterable[Unit]
+    came_in: Mapping[str, torch.dtype], units: Iterable[Unit]
 ) -> Counter[torch.dtype]:
     """Elements of each floating dtype among trained parameters.
 
-    ``came_in``: name of a parameter, and its ``id``, -> its dtype before the engine cast it. One that a
-    plan has cut is another object then, and an expert may have got another number.
+    ``came_in``: what :func:`dtypes_by_name` gave before the engine cast parameters and numbered experts.
     """
     found: Counter[torch.dtype] = Counter()
     for unit in units:
-        for slot, param in zip(
-            unit.layout.slots, unit.params if unit.trainable else (), strict=False
-        ):
-            dtype = came_in[slot.fqn if slot.fqn in came_in else id(param)]
+        for slot in unit.layout.slots if unit.trainable else ():
+            dtype = came_in[_NUMBER.sub("*", slot.fqn)]
             if dtype.is_floating_point:
                 found[dtype] += slot.numel
     return found

@@ -55,10 +55,7 @@ def initialize(
             "mpu out, and give the topology to PipelineModule."
         )
     _tell_versions()
-    named = [*model.named_parameters()] if isinstance(model, nn.Module) else []
-    came_in: dict[str | int, torch.dtype] = {name: param.dtype for name, param in named}
-    came_in |= {id(param): param.dtype for _, param in named}
-    del named  # the engine may exchange parameters
+    came_in = conflicts.dtypes_by_name(model)
     passed = config_params or config
     mesh = conflicts.parallelism_of(config_params)
     optimizer = conflicts.without_wrapper(optimizer)
@@ -115,7 +112,7 @@ def _plan_of(mesh: Any, model: Any) -> str | None:
     return None if is_cut else "auto"
 
 
-def _tell_precision(engine: DeepSpeedEngine, came_in: Mapping[str | int, torch.dtype]) -> None:
+def _tell_precision(engine: DeepSpeedEngine, came_in: Mapping[str, torch.dtype]) -> None:
     """Warn if training loses accuracy that the parameters had when they came in."""
     if engine.basic_optimizer is None:
         return
