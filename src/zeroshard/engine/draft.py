@@ -35,7 +35,7 @@ from zeroshard.metrics.sinks import check_packages
 from zeroshard.optim.factory import build_optimizer
 from zeroshard.optim.probe import Probe
 from zeroshard.optim.schedulers import build_scheduler
-from zeroshard.parallel.program_parts import part_block
+from zeroshard.parallel.program_parts import note_sums, part_block
 from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of
@@ -124,8 +124,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         check_can_save_in(settings.preemption.save_dir)
     check_model_on(mesh, model, settings)
     # Before pipeline stages are taken, because plans name layers of all stages.
-    given = cut_tensor(given, mesh, loaded, rank_info.rank)
-    note_kinds(model.parameters())
+    given = _share_layers(given, mesh, loaded, rank_info.rank)
     copies = head_copies(model.parameters())  # of all stages: every rank opens the same groups
     ties = model.ties if isinstance(model, PipelineModel) else None
     experts = place_all(model, mesh, loaded, rank_info.rank, ties)
@@ -210,24 +209,32 @@ def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, SlotBlock]
     return {name: block for name, block in found.items() if block is not None}
 
 
-def cut_tensor(
+def _share_layers(
     given: EngineArguments, mesh: Mesh, loaded: LoadedConfig, rank: int
 ) -> EngineArguments:
-    """Cut the model over tensor ranks if the program asked for it. Collective then.
+    """Number the experts, cut the model over tensor ranks, and note how its gradients are added.
 
-    Experts get their numbers before, since tensor ranks compare the names of their parameters.
+    In this order, since tensor ranks compare the names of their parameters. Raises what
+    :func:`~zeroshard.experts.placement.number_experts` and :func:`cut_tensor` raise.
+    """
+    origin, is_pipeline = loaded.origins["parallel.expert"], isinstance(given.model, PipelineModel)
+    number_experts(given.model, mesh, rank, origin, may_rename=not is_pipeline)
+    given = cut_tensor(given, mesh, loaded)
+    note_kinds(given.model.parameters())
+    note_sums(given.model.parameters(), mesh, rank)
+    return given
+
+
+def cut_tensor(given: EngineArguments, mesh: Mesh, loaded: LoadedConfig) -> EngineArguments:
+    """Cut the model over tensor ranks if the program asked for it. Collective then.
 
     It asks with ``plan=``, or with a key of DeepSpeed that means "cut the model by yourself". Returns the
     arguments with the cut parameters, which are new objects. An optimizer object gets them too.
 
     Raises:
-        UsageError: there is a plan for a model that is cut already, or it does not fit the model; or
-            layers of experts do not fit the mesh.
+        UsageError: there is a plan for a model that is cut already, or it does not fit the model.
         DistributedError: another rank has another plan or configuration, or failed before.
     """
-    is_pipeline = isinstance(given.model, PipelineModel)
-    origin = loaded.origins["parallel.expert"]
-    number_experts(given.model, mesh, rank, origin, may_rename=not is_pipeline)
     plan = given.tensor_plan
     if plan is None and "tensor_parallel." in loaded.origins["parallel.tensor"]:
         plan = "auto"

@@ -424,9 +424,8 @@ def step_schedule(scheduler: Any, arguments: Mapping[str, Any], samples: Callabl
     gets the samples, as with DeepSpeed: those of Megatron count them.
     """
     if (optimizer := getattr(scheduler, "optimizer", None)) is not None:
-        optimizer._opt_called = (
-            True  # else torch warns: a program may have wrapped the engine's object
-        )
+        # Else torch warns that no update came first: a program may have wrapped the engine's object.
+        optimizer._opt_called = True
     step = scheduler.step
     if not arguments and _needs_argument(step):
         step(samples())

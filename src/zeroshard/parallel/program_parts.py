@@ -30,17 +30,12 @@ from zeroshard.errors import UsageError
 def part_block(name: str, param: Any, mesh: Mesh, rank: int) -> SlotBlock | None:
     """The place in the whole tensor of a part that a program has cut; None: it is no such part.
 
-    Parts are equal, and lie along ``partition_dim`` in the order of the tensor ranks. Notes also, whose
-    gradients are added over the tensor ranks.
+    Parts are equal, and lie along ``partition_dim`` in the order of the tensor ranks.
 
     Raises:
         UsageError: the marks do not say which axis is cut, or contradict the shape.
     """
-    if mesh.tensor == 1 or type(param) in KINDS:
-        return None
-    if not is_part(param):
-        if getattr(param, "sequence_parallel", False):
-            add_over(param, mesh.group(rank, {"tensor"}))
+    if mesh.tensor == 1 or not is_part(param):
         return None
     axis, stride = getattr(param, "partition_dim", None), getattr(param, "partition_stride", 1)
     shape = tuple(param.shape)
@@ -69,6 +64,14 @@ def part_block(name: str, param: Any, mesh: Mesh, rank: int) -> SlotBlock | None
         start[axis] = runs[0][0]
     split = frozenset({"tensor"})
     return SlotBlock(tuple(whole), tuple(start), split, prod(shape), axis, runs)
+
+
+def note_sums(params: Iterable[nn.Parameter], mesh: Mesh, rank: int) -> None:
+    """Note the parameters that all tensor ranks hold and whose gradients are added over these."""
+    for param in params if mesh.tensor > 1 else ():
+        is_whole = type(param) not in KINDS and not is_part(param)
+        if is_whole and getattr(param, "sequence_parallel", False):
+            add_over(param, mesh.group(rank, {"tensor"}))
 
 
 def connect_parts(params: Iterable[nn.Parameter], tensor: Comm | None) -> Callable[[], None]:

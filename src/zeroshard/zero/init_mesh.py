@@ -55,7 +55,7 @@ def check_group(group: Any, mesh: Mesh) -> None:
     if group is None:
         return
     ranks = ranks_of(group)
-    own = mesh.group(current_rank_info().rank, (*HOLDERS, "sequence"))
+    own = mesh.group(current_rank_info().rank, HOLDERS)
     if ranks != own:
         raise UsageError(
             f"zero.Init got a data_parallel_group of the ranks {list(ranks)}, but the mesh is "
