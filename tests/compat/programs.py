@@ -212,6 +212,12 @@ def logged(file: Path, what: str = "loss") -> list[float]:
     return [row[what] for row in rows if what in row]
 
 
+def losses_and_norms(trainer: Any) -> list[tuple[float, float]]:
+    """Of each step that a Trainer of Transformers has logged."""
+    rows = [row for row in trainer.state.log_history if "grad_norm" in row]
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
 def assert_losses(found: list[float], wanted: list[float], *, relative: float = 3e-6) -> None:
     assert wanted, "the reference said nothing"
     assert found == pytest.approx(wanted, rel=relative, abs=0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import with_deepspeed
+from programs import losses_and_norms, with_deepspeed
 from zeroshard_testing.ranks import run_ranks
 
 pytest.importorskip("accelerate")
@@ -48,12 +48,6 @@ def trainer(folder: Path, micro: int, accumulation: int, **more: Any) -> Any:
     return transformers.Trainer(model, args, train_dataset=data, eval_dataset=data[:8])
 
 
-def log(trained: Any) -> list[tuple[float, float]]:
-    return [
-        (row["loss"], row["grad_norm"]) for row in trained.state.log_history if "grad_norm" in row
-    ]
-
-
 @with_deepspeed
 def plain(root: Path, accumulation: int) -> None:
     """One process."""
@@ -62,7 +56,9 @@ def plain(root: Path, accumulation: int) -> None:
     reference.model_accepts_loss_kwargs = False
     reference.train()
     weights = {name: param.detach() for name, param in reference.model.named_parameters()}
-    torch.save((log(reference), weights, reference.evaluate()["eval_loss"]), root / "plain.pt")
+    torch.save(
+        (losses_and_norms(reference), weights, reference.evaluate()["eval_loss"]), root / "plain.pt"
+    )
 
 
 @with_deepspeed
@@ -87,7 +83,7 @@ def shared(root: Path, stage: int, accumulation: int) -> None:
     ours = trainer(root / "shared", BATCH, accumulation, deepspeed=config, parallelism_config=asked)
     ours.train()
     expected, weights, eval_loss = torch.load(root / "plain.pt")
-    for (loss, norm), (own_loss, own_norm) in zip(expected, log(ours), strict=True):
+    for (loss, norm), (own_loss, own_norm) in zip(expected, losses_and_norms(ours), strict=True):
         assert own_loss == pytest.approx(loss, rel=1e-5)
         assert own_norm == pytest.approx(norm, rel=1e-4)
     engine = ours.model_wrapped

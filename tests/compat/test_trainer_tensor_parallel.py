@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import with_deepspeed
+from programs import losses_and_norms, with_deepspeed
 from support.covering import sampled
 from zeroshard_testing.ranks import run_ranks
 
@@ -52,13 +52,9 @@ def plain(family: str, root: Path) -> None:
     reference = trainer(family, str(root / "plain"), BATCH, None)
     reference.train()
     weights = {name: param.detach() for name, param in reference.model.named_parameters()}
-    torch.save((log(reference), weights, reference.evaluate()["eval_loss"]), root / "plain.pt")
-
-
-def log(trained: Any) -> list[tuple[float, float]]:
-    return [
-        (row["loss"], row["grad_norm"]) for row in trained.state.log_history if "grad_norm" in row
-    ]
+    torch.save(
+        (losses_and_norms(reference), weights, reference.evaluate()["eval_loss"]), root / "plain.pt"
+    )
 
 
 @with_deepspeed
@@ -79,7 +75,7 @@ def cut(family: str, tensor: int, stage: int, root: Path) -> None:
     ours = trainer(family, str(root / "cut"), BATCH * tensor // ranks, config)
     ours.train()
     expected, weights, eval_loss = torch.load(root / "plain.pt")
-    for (loss, norm), (own_loss, own_norm) in zip(expected, log(ours), strict=True):
+    for (loss, norm), (own_loss, own_norm) in zip(expected, losses_and_norms(ours), strict=True):
         assert own_loss == pytest.approx(loss, rel=1e-5)
         assert own_norm == pytest.approx(norm, rel=1e-4)
     engine = ours.model_wrapped

@@ -5,14 +5,14 @@ The ranks with which it exchanges tokens wait in a layer, the others in a reduct
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
-import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from second_step import FAILING, QUICK, fail, outcome_of
 from support import expert_models as tiny
 from support.expert_models import Setting
 from support.expert_runs import opened
@@ -20,29 +20,20 @@ from zeroshard_testing import run_ranks
 
 from zeroshard.core.mesh import Mesh
 
-QUICK = {"first_report_s": 1.0, "frozen_s": 2.0, "grace_s": 5.0}
 LIMIT_S = 15.0
-FAILING = 3
 
 
 def outcome(stage: int, replicas: int, where: str, fault: str) -> tuple[str, str, float]:
-    """Class and text of the error after rank 3 failed in its second step, and the seconds."""
-    os.environ["ZEROSHARD_STALL_S"] = "1"
-    setting, begun_s = Setting(depth=1), time.monotonic()
-    mesh = Mesh(data_replicate=replicas, data_shard=4 // replicas)
-    try:
-        with opened(setting, 2, stage, torch.float32, mesh=mesh, trust=QUICK) as engine, engine:
-            step(engine)
-            begun_s = time.monotonic()
-            if dist.get_rank() == FAILING:
-                prepare_fault(engine.module, where, fault)
-            for _ in range(3):
-                step(engine)
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - begun_s
-    finally:
-        del os.environ["ZEROSHARD_STALL_S"]
-    raise AssertionError("nothing failed")
+    """What each rank is told after rank 3 failed in its second step."""
+
+    @contextlib.contextmanager
+    def engines() -> Iterator[Any]:
+        mesh = Mesh(data_replicate=replicas, data_shard=4 // replicas)
+        setting = Setting(depth=1)
+        with opened(setting, 2, stage, torch.float32, mesh=mesh, trust=QUICK) as made, made:
+            yield made
+
+    return outcome_of(engines, step, lambda made: prepare_fault(made.module, where, fault))
 
 
 def step(engine: Any) -> None:
@@ -60,12 +51,6 @@ def prepare_fault(net: Any, where: str, fault: str) -> None:
         next(iter(expert.parameters())).register_hook(lambda _: fail(fault))
     else:  # the tokens of this step are exchanged
         net.embed.weight.register_hook(lambda _: fail(fault))
-
-
-def fail(fault: str) -> None:
-    if fault == "raise":
-        raise KeyError("a mistake of the program")
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 PLACES = [

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
+from second_step import QUICK, fail, outcome_of
 from torch import nn
 from zeroshard_testing import run_ranks
 
 import zeroshard
 from zeroshard.core.mesh import Mesh
 
-QUICK = {"first_report_s": 1.0, "frozen_s": 2.0, "grace_s": 5.0}
 LIMIT_S = 15.0
 
 
@@ -38,28 +35,12 @@ def step(trained) -> None:
 
 
 def outcome(stage: int, transport: str, fault: str) -> tuple[str, str, float]:
-    """Class and text of the error after rank 3 failed in its second backward, and the seconds."""
-    os.environ["ZEROSHARD_STALL_S"] = "1"
-    begun_s = time.monotonic()
-    try:
-        with engine(stage, transport) as trained:
-            step(trained)
-            begun_s = time.monotonic()
-            if dist.get_rank() == 3:
-                trained.module[1].weight.register_hook(lambda _: fail(fault))
-            for _ in range(3):
-                step(trained)
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - begun_s
-    finally:
-        del os.environ["ZEROSHARD_STALL_S"]
-    raise AssertionError("nothing failed")
+    """What each rank is told after rank 3 failed in its second backward."""
 
+    def prepare(trained: zeroshard.Engine) -> None:
+        trained.module[1].weight.register_hook(lambda _: fail(fault))
 
-def fail(fault: str) -> None:
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise KeyError("a mistake of the program")
+    return outcome_of(lambda: engine(stage, transport), step, prepare)
 
 
 @pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])
