@@ -971,8 +971,8 @@ MUTATIONS = [
     Mutation(
         "sequence-marks-of-a-program-add-nothing",
         "parallel/program_parts.py",
-        'if getattr(param, "sequence_parallel", False):',
-        'if getattr(param, "sequence_parallels", False):',
+        'getattr(param, "sequence_parallel", False):',
+        'getattr(param, "sequence_parallels", False):',
         "tests/ranks/test_program_parts.py -k one_process_and_its",
     ),
     Mutation(
@@ -988,6 +988,13 @@ MUTATIONS = [
         "            copy_part_marks(source, target)\n",
         "            pass\n",
         "tests/ranks/test_program_parts.py -k experts",
+    ),
+    Mutation(
+        "loaded-experts-get-other-numbers",
+        "experts/layer.py",
+        "        self.keep_numbers = True\n",
+        "        pass\n",
+        "tests/ranks/test_expert_errors.py::test_experts_that_were_loaded_or_trained_keep_their_numbers",
     ),
     Mutation(
         "whole-experts-are-parts",
