@@ -169,7 +169,7 @@ MUTATIONS = [
     ),
     Mutation(
         "block-loses-edits",
-        "zero/unit_group.py",
+        "zero/prefetch.py",
         "        torch._foreach_copy_(shards, parts)\n",
         "",
         "tests/streams/test_whole_blocks.py::test_what_a_forward_writes_into_a_block_stays",
@@ -709,7 +709,7 @@ MUTATIONS = [
     ),
     Mutation(
         "early-update-seen-by-readers-of-optimizer-state",
-        "zero/optimizer_state.py",
+        "zero/optimizer_object.py",
         '    *("__getitem__", "get", "values", "items",',
         '    *("__getitem__", "get", "items",',
         "tests/unit/test_settled_state.py",

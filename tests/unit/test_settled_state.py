@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.zero.optimizer_state import SettledState
+from zeroshard.zero.optimizer_object import SettledState
 
 WAYS: dict[str, Any] = {
     "state[key]": lambda state: state["key"],

@@ -70,9 +70,8 @@ from zeroshard.watchdog.uncaught import shorten_uncaught
 from zeroshard.zero.access import UnitOptimState
 from zeroshard.zero.clip import DataExchange, NormExchange, num_words
 from zeroshard.zero.hooks import StepHooks
-from zeroshard.zero.mesh_norm import MeshExchange
+from zeroshard.zero.mesh_norm import MeshExchange, ModuleOrder
 from zeroshard.zero.mode_switch import publish_modes
-from zeroshard.zero.module_order import ModuleOrder
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.reduce import GradReducer
 

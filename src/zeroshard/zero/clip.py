@@ -18,6 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.device.choice import ops_of, read
+from zeroshard.optim import native_adam
+from zeroshard.optim.fragment_norms import norms_of
+from zeroshard.zero.gradients import Norms
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm
@@ -230,3 +233,17 @@ def unpack_any(words_WK: Tensor, count: int) -> list[bool]:
             word |= int(value)
         united.append(word)
     return [bool(united[i // BITS] >> (i % BITS) & 1) for i in range(count)]
+
+
+Cuts = list[tuple[int, tuple[int, int]]]
+"""Of fragments: the parameter's position in the model, and begin and end in the gradient."""
+
+
+def measure(gradients: Sequence[tuple[Cuts, Tensor]]) -> Norms:
+    """2-norms of the fragments of some gradients ``[R]``."""
+    norms = norms_of(
+        [(grad_R, [place for _, place in cuts]) for cuts, grad_R in gradients],
+        native_adam.norms(),
+    )
+    positions = [position for cuts, _ in gradients for position, _ in cuts]
+    return [*zip(positions, norms, strict=True)]

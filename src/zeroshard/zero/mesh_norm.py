@@ -39,7 +39,29 @@ from zeroshard.zero.clip import (
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm
     from zeroshard.zero.gradients import Norms
-    from zeroshard.zero.module_order import ModuleOrder
+
+_MULTIPLIER = 0x9E3779B97F4A7C15
+
+
+class ModuleOrder:
+    """The order in which a rank runs its wrapped modules, as a running hash over their forwards.
+
+    The collectives inside modules that a tensor group shares are not ZeroShard's. If ranks of the group
+    run modules in different orders, such a collective adds parts of unrelated layers: training goes on
+    with wrong numbers and without an error. So each rank sends the hash with the norm.
+    """
+
+    def __init__(self) -> None:
+        self._hash = 0
+
+    @property
+    def hash48(self) -> float:
+        """The hash as a whole number that fp64 holds exactly."""
+        return float(self._hash)
+
+    def note(self, place: int) -> None:
+        """Note a forward of the module at ``place`` of a list that all ranks share, from 1."""
+        self._hash = (self._hash * _MULTIPLIER ^ place) % 2**BITS
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,14 +44,13 @@ from zeroshard.offload.host_chunk import HostStaging
 from zeroshard.optim.fragment_norms import in_order_of_clipping
 from zeroshard.optim.state_tree import flat, nested
 from zeroshard.zero import sharded_parameter
+from zeroshard.zero.clip import Cuts, measure
 from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.held_grads import HeldGrads
 from zeroshard.zero.life import Life
 from zeroshard.zero.make_shard import GiveMemory, StateDtypes, make_optimizer_shard
-from zeroshard.zero.optimizer_object import OptimizerObject
+from zeroshard.zero.optimizer_object import FragmentState, OptimizerObject, SettledState
 from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment
-from zeroshard.zero.optimizer_state import FragmentState, SettledState
-from zeroshard.zero.shard_norms import Cuts, measure
 from zeroshard.zero.turns import Turns
 from zeroshard.zero.unit import Unit, UnitState
 from zeroshard.zero.updaters import StepInputs

@@ -50,10 +50,10 @@ from zeroshard.offload.early_update import EarlyUpdates
 from zeroshard.offload.host_chunk import HostChunk, HostGradStore, nothing
 from zeroshard.optim.fused_update import PIECE_NUMEL, sync_master_from_param
 from zeroshard.optim.state_tree import flat, replace
+from zeroshard.zero.clip import Cuts, measure
 from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.held_grads import HeldGrad, assigned
 from zeroshard.zero.master_piece import MasterPiece, PagedPiece
-from zeroshard.zero.shard_norms import Cuts, measure
 from zeroshard.zero.unit import Unit, offloaded_error
 
 if TYPE_CHECKING:

@@ -129,7 +129,7 @@ class Unit:
     store from ``shard_S``, which holds the first values at that time. ``room(numel, dtype)`` gives zeroed
     memory for ``shard_S``; None: memory of ``device``. ``has_copies``: ranks outside ``comm`` hold
     other parts of these parameters, or copies of them. ``group``: the name that units have which are
-    gathered together (:mod:`zeroshard.zero.unit_group`).
+    gathered together (:mod:`zeroshard.zero.prefetch`).
     """
 
     def __init__(
@@ -672,7 +672,7 @@ class Unit:
 
 # ---------------------------------------------------------------------- several units at once
 #
-# A group of units passes through the edges of a step together (``zero/unit_group.py``). What is done for
+# A group of units passes through the edges of a step together (``zero/prefetch.py``). What is done for
 # all of them in one call costs as much host time as for one. ``params``: those of all ``units``.
 
 
