@@ -44,7 +44,7 @@ from plan_check import (
 from zeroshard_testing.ranks import run_ranks
 
 import zeroshard
-from zeroshard.planner.largest_batch import largest_batch
+from zeroshard.planner.changes import largest_batch
 from zeroshard.planner.simulated import highest
 
 TOLD = "could not be allocated"

@@ -942,7 +942,7 @@ MUTATIONS = [
     # ------------------------------------------------------------------ parallel
     Mutation(
         "smoothing-left-out-of-a-gradient",  # label smoothing only
-        "parallel/cross_entropy.py",
+        "parallel/tensor_sums.py",
         "hit = own_N.to(grad_Nv.dtype) * (1.0 - ctx.smoothing)",
         "hit = own_N.to(grad_Nv.dtype)",
         "tests/ranks/test_vocab_cross_entropy.py::test_every_option_gives_the_loss_and_gradient_of_the_whole_logits",
@@ -1019,7 +1019,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tensor-ranks-drop-the-same-features",
-        "parallel/dropout_streams.py",
+        "parallel/cut_layer.py",
         "seed = (draw + (self._rank + 1) * _ODD) % 2**63",
         "seed = (draw + _ODD) % 2**63",
         "tests/ranks/test_dropout_streams.py::test_masks_differ_where_activations_are_cut",
@@ -1055,7 +1055,7 @@ MUTATIONS = [
     ),
     Mutation(
         "key-value-heads-beside-other-queries",  # only with fewer of them than ranks, and more than one
-        "sequence/transformers_attention.py",
+        "sequence/attention.py",
         "(x.repeat_interleave(copies, 1) for x in (key, value))",
         "(x.repeat(1, copies, 1, 1) for x in (key, value))",
         "tests/parity/test_sequence_parallel.py::"
@@ -1191,14 +1191,14 @@ MUTATIONS = [
     # ------------------------------------------------------------------ planner
     Mutation(
         "positions-off-by-one",
-        "planner/positions.py",
+        "planner/planned_batch.py",
         "guesses.add(asked.length - (error.index - error.rows + 1))",
         "guesses.add(asked.length - (error.index - error.rows))",
         "tests/unit/test_positions.py::test_the_limit_is_that_of_the_real_model",
     ),
     Mutation(
         "expanded-input-counted-in-full",
-        "planner/work.py",
+        "planner/step_log.py",
         "numel *= size if stride or not size else 1",
         "numel *= size",
         "tests/unit/test_step_time.py::test_an_expanded_input_is_in_memory_once",
@@ -1320,7 +1320,7 @@ MUTATIONS = [
     ),
     Mutation(
         "unequal-places-are-sent",
-        "experts/token_exchange.py",
+        "experts/dispatch.py",
         "seen = _of_all_ranks(places, group)",
         "seen = []",
         "tests/ranks/test_mesh_mistakes.py::test_mistakes_with_experts_and_nodes_are_errors_on_every_rank",
@@ -1432,7 +1432,7 @@ MUTATIONS = [
     ),
     Mutation(
         "experts-taken-by-an-outer-block",
-        "experts/construction.py",
+        "experts/marks.py",
         "        for block in _OPEN:\n            stack.enter_context(block.other_experts())\n",
         "",
         "tests/ranks/test_expert_init.py::test_initializers_reach_experts_inside_the_block",

@@ -27,13 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.config.machine_file import load_machine
 from zeroshard.core.mesh import Mesh
-from zeroshard.planner.fakes import fake_tensors
+from zeroshard.planner.fakes import fake_tensors, rows_as_in
 from zeroshard.planner.gpu_kernels import kernels_of
-from zeroshard.planner.packed_rows import rows_as_in
 from zeroshard.planner.simulated import Simulation
-from zeroshard.planner.step_log import Begun, Ended, Operation
-from zeroshard.planner.step_time import step_time
-from zeroshard.planner.work import Work, work_of
+from zeroshard.planner.step_log import Begun, Ended, Operation, Work, work_of
+from zeroshard.planner.step_time import stage_times
 
 GPU_PAGE = PAGE.with_name("gpu.md")
 TABLE = "overlap.py: table"
@@ -95,7 +93,7 @@ def counted(found: Simulation) -> Counts:
             begun[event.key] = worked
         elif isinstance(event, Ended) and 0 < worked == begun.get(event.key) and is_gather(event):
             late.append(event.key)
-    timed = step_time(found, load_machine("h100"), samples=RANKS, tokens=RANKS * TOKENS)
+    timed = stage_times([found], load_machine("h100"), samples=RANKS, tokens=RANKS * TOKENS)[0]
     return Counts(launches, tuple(late), operators, timed.timing.exposed_s, timed.total_s)
 
 

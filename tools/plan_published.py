@@ -36,7 +36,7 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.planner.model_source import loss_of
 from zeroshard.planner.simulate import simulate
 from zeroshard.planner.simulated import Simulation
-from zeroshard.planner.step_time import step_time
+from zeroshard.planner.step_time import stage_times
 from zeroshard.zero import Init
 
 PAGE = Path(__file__).parents[1] / "docs/plan-published.md"
@@ -222,7 +222,7 @@ def llamas(rows: Sequence[LlamaRow] = LLAMAS) -> list[str]:
         for checkpointed in (False, True):
             made = llama_8b(2, checkpointed=checkpointed)
             found = simulated(made, 2, Mesh(data_shard=gpus), 3, BF16, with_events=True)
-            timed = step_time(found, machine, samples=2 * gpus, tokens=2 * gpus * 8192)
+            timed = stage_times([found], machine, samples=2 * gpus, tokens=2 * gpus * 8192)[0]
             state = sum(
                 found.nbytes(category)
                 for category in ("parameters", "gradients", "master", "optimizer")
@@ -267,7 +267,7 @@ def a100s(rows: Sequence[A100Row] = A100S, gpus: int = 64) -> list[str]:
         made = llama(samples, length, size=size, layers=layers, checkpointed=checkpointed)
         found = simulated(made, samples, Mesh(data_shard=gpus), 3, BF16, with_events=True)
         tokens = samples * length * gpus
-        timed = step_time(found, machine, samples=samples * gpus, tokens=tokens)
+        timed = stage_times([found], machine, samples=samples * gpus, tokens=tokens)[0]
         planned = tokens / timed.total_s / gpus
         lines.append(
             f"| {name} | {samples} | {length:,} | {'every layer' if checkpointed else 'none'} | "
@@ -313,7 +313,7 @@ def llavas(rows: Sequence[LlavaRow] = LLAVAS) -> list[str]:
         )
         hours = ["", "", ""]
         if row.hours is not None:
-            step_s = step_time(found, machine, samples=128, tokens=128 * 2048).total_s
+            step_s = stage_times([found], machine, samples=128, tokens=128 * 2048)[0].total_s
             planned = step_s * SAMPLES / 128 / 3600
             hours = [str(row.hours), f"{planned:.1f}", off(row.hours, planned)]
         lines.append(

@@ -34,7 +34,7 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.planner.measure import Load, measure, read_load
 from zeroshard.planner.model_source import loss_of
 from zeroshard.planner.simulate import simulate
-from zeroshard.planner.step_time import StepTime, step_time
+from zeroshard.planner.step_time import StepTime, stage_times
 
 BEGIN, END = "<!-- plan_time_check.py: begin -->", "<!-- plan_time_check.py: end -->"
 
@@ -162,7 +162,7 @@ def predicted(run: Run, machine: MachineFile) -> StepTime:
         build(run), settings(run), pair, mesh=mesh, rank=0, loss_fn=loss_of, with_events=True
     )
     samples = RANKS * run.batch
-    return step_time(found, machine, samples=samples, tokens=samples * run.tokens)
+    return stage_times([found], machine, samples=samples, tokens=samples * run.tokens)[0]
 
 
 def apart(pairs: Sequence[tuple[float, float]], factor: float = APART) -> list[tuple[float, float]]:

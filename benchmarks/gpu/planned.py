@@ -94,7 +94,7 @@ def _machine(gpu: str) -> Any:
 def _planned(job: Job, case: Case, machine: Any) -> dict[str, Any]:
     from zeroshard.core.mesh import Mesh
     from zeroshard.planner.simulate import simulate
-    from zeroshard.planner.step_time import step_time
+    from zeroshard.planner.step_time import stage_times
 
     job, shape = case.job(job), SHAPES[case.shape]
     tokens, targets = batches(shape, case.rows, "cpu", count=1)[0]
@@ -106,7 +106,7 @@ def _planned(job: Job, case: Case, machine: Any) -> dict[str, Any]:
     time = None
     if machine is not None:
         samples = {"samples": case.rows, "tokens": case.rows * shape.context}
-        time = 1e3 * step_time(found, machine, **samples).total_s
+        time = 1e3 * stage_times([found], machine, **samples)[0].total_s
     return {"peak_nbytes": found.peak_nbytes, "step_ms": time}
 
 

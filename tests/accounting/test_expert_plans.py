@@ -14,7 +14,7 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.experts.dispatch import all_tokens_here
 from zeroshard.parallel import MoE
 from zeroshard.planner import Simulation, simulate
-from zeroshard.planner.expert_needs import SharedLayers, said_of_experts
+from zeroshard.planner.assumptions import SharedLayers, said_of_experts
 from zeroshard.planner.simulate import observe
 
 WIDTH, INNER, EXPERTS, LAYERS, TOKENS, K = 64, 128, 8, 2, 24, 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from zeroshard.cli.main import main
-from zeroshard.planner.model_source import LENGTH
+from zeroshard.planner.planned_batch import LENGTH
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan-reference.md"
 

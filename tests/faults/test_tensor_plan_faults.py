@@ -14,7 +14,7 @@ from support.tensor_networks import network
 from zeroshard_testing import run_ranks
 
 import zeroshard
-from zeroshard.parallel import plan_agreement, tensor_parallel
+from zeroshard.parallel import plan_checks, tensor_parallel
 from zeroshard.session import join
 from zeroshard.watchdog.settings import WatchdogSettings
 
@@ -88,7 +88,7 @@ def cutting(what: str) -> tuple[str, str, float]:
     join.WatchdogSettings = functools.partial(
         WatchdogSettings, frozen_s=1.5, collective_timeout_s=1.5
     )
-    plan_agreement.TIMEOUT_S = 1.5
+    plan_checks.TIMEOUT_S = 1.5
     zeroshard.init_distributed()
     if int(os.environ["RANK"]) == 1:
         if what == "ended":

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from zeroshard_testing import on_ranks
 
 from zeroshard.errors import RankMismatch, UsageError
-from zeroshard.parallel.cross_entropy import vocab_parallel_cross_entropy
 from zeroshard.parallel.tensor_plan import apply_plan, tensor_parallel
+from zeroshard.parallel.tensor_sums import vocab_parallel_cross_entropy
 
 EXACT = 1e-12
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from zeroshard_testing import on_ranks
 
 from zeroshard.errors import UsageError
-from zeroshard.parallel.cross_entropy import vocab_parallel_cross_entropy
 from zeroshard.parallel.tensor_styles import part
+from zeroshard.parallel.tensor_sums import vocab_parallel_cross_entropy
 
 EXACT = 1e-12
 

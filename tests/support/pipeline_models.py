@@ -111,3 +111,8 @@ def config(stage: int, **keys: Any) -> dict[str, Any]:
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=LR)
+
+
+def bubble(ranks, per_rank, micro_batches):
+    """The part of a step in which a rank waits, if stages take equally long and messages no time."""
+    return (ranks - 1) / (per_rank * micro_batches + ranks - 1)

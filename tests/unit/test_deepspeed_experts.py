@@ -13,7 +13,7 @@ from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader
 from zeroshard.checkpoint.export import export_checkpoint
 from zeroshard.checkpoint.reader import full
 from zeroshard.errors import CheckpointError
-from zeroshard.experts.matched_groups import matched_groups
+from zeroshard.experts.marks import matched_groups
 
 assert deepspeed_classes  # a fixture
 

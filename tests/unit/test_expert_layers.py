@@ -14,8 +14,7 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.deepspeed.experts import load_moe_state_dict
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.experts import gate
-from zeroshard.experts.gate import Selection, TopKGate
-from zeroshard.experts.routes import Routes
+from zeroshard.experts.gate import Routes, Selection, TopKGate
 from zeroshard.parallel import MoE
 from zeroshard.zero.clip import Exchanged, global_norm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroshard.errors import UsageError
-from zeroshard.planner.largest_batch import MOST, largest_batch
+from zeroshard.planner.changes import MOST, largest_batch
 
 
 @pytest.mark.parametrize("limit", [130, 131, 1000, 3_000_000])

@@ -10,7 +10,7 @@ from torch import nn
 from zeroshard.parallel import MoE
 from zeroshard.planner.candidates import Candidate, Strategy, StrategyKind
 from zeroshard.planner.fit_time import _Search
-from zeroshard.planner.least_states import least_states_nbytes, offloadable_nbytes
+from zeroshard.planner.growth import least_states_nbytes, offloadable_nbytes
 from zeroshard.planner.make_plan import make_plan
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulated import Simulation

@@ -7,10 +7,11 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
+from support.pipeline_models import bubble
 from torch.distributed.pipelining import schedules as of_torch
 
 from zeroshard.parallel import pipeline_stage, schedules
-from zeroshard.parallel.schedules import SCHEDULES, Action, bubble, idle, live, stages_of
+from zeroshard.parallel.schedules import SCHEDULES, Action, idle, live, stages_of
 
 SIZES = [
     (name, ranks, per_rank, count)

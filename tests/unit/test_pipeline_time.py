@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import random
 from functools import cache
 
 import pytest
 import torch
+from support.pipeline_models import bubble
 from torch import nn
 
 from zeroshard.config.machine_file import MachineFile
 from zeroshard.core.mesh import Mesh
 from zeroshard.parallel import pipeline
-from zeroshard.parallel.schedules import SCHEDULES, bubble
-from zeroshard.planner.pipeline_schedule import (
+from zeroshard.parallel.schedules import SCHEDULES
+from zeroshard.planner.schedule import (
     MESSAGES,
     Arrival,
-    JointStart,
+    Compute,
     Send,
-    pipeline_timing,
+    Start,
+    StreamWait,
+    Timing,
+    timing,
 )
-from zeroshard.planner.schedule import Compute, Start, StreamWait, Timing, timing
 from zeroshard.planner.simulate import simulate
 from zeroshard.planner.step_time import stage_times
 
@@ -41,7 +43,7 @@ def played(name, per_rank=1, *, ranks=RANKS, count=COUNT, message_s=0.0, serial=
             if stage != end:
                 events.append(Send(f"{kind}{stage} {number}", message_s))
         made.append(events)
-    return [found for found, _ in pipeline_timing(made, serial=serial)]
+    return [found for found, _ in timing(made, serial=serial)]
 
 
 @pytest.mark.parametrize("serial", [False, True])
@@ -67,39 +69,15 @@ def test_messages_of_two_stages_are_waited_for_as_by_hand():
 
 
 def test_a_collective_over_stages_begins_when_the_last_one_has_come():
-    joint = [JointStart("norm", "all-gather", 1.0, 2), StreamWait("norm"), Compute(2.0)]
-    (early, _), (late, _) = pipeline_timing(
-        [[Compute(1.0), *joint], [Compute(4.0), *joint]], serial=False
-    )
+    joint = [Start("norm", "all-gather", 1.0, members=2), StreamWait("norm"), Compute(2.0)]
+    (early, _), (late, _) = timing([[Compute(1.0), *joint], [Compute(4.0), *joint]], serial=False)
     assert (early.total_s, early.stages_s, early.exposed_s) == (7.0, 3.0, {"all-gather": 1.0})
     assert (late.total_s, late.stages_s, late.exposed_s) == (7.0, 0.0, {"all-gather": 1.0})
 
 
 def test_stages_that_block_each_other_are_an_error():
     with pytest.raises(ValueError, match="without end"):
-        pipeline_timing([[Arrival("a"), Send("b", 1)], [Arrival("b"), Send("a", 1)]], serial=False)
-
-
-@pytest.mark.parametrize("serial", [False, True])
-def test_one_stage_alone_takes_what_it_takes_without_a_pipeline(serial):
-    rng = random.Random(5)
-    events = []
-    for at in range(200):
-        kind, seconds = rng.choice("ccczsw"), rng.random()
-        if kind == "s":
-            events.append(Start(f"{at}", rng.choice("ab"), 3 * seconds, seconds / 2))
-        elif kind == "w":
-            events.append(StreamWait(f"{at - rng.randrange(9)}"))
-        else:
-            events.append(Compute(0.0 if kind == "z" else seconds, rng.random()))
-    (found, spans), (wanted, usual) = (
-        pipeline_timing([events], serial=serial)[0], timing(events, serial=serial),
-    )  # fmt: skip
-    assert found.total_s == pytest.approx(wanted.total_s)
-    assert found.exposed_s == pytest.approx(wanted.exposed_s)
-    assert found.host_s == pytest.approx(wanted.host_s)
-    assert [s.stream for s in spans] == [s.stream for s in usual]
-    assert [s.end_s for s in spans] == pytest.approx([s.end_s for s in usual])
+        timing([[Arrival("a"), Send("b", 1)], [Arrival("b"), Send("a", 1)]], serial=False)
 
 
 # ---------------------------------------------------------------------- the engine's own schedule

@@ -10,11 +10,10 @@ import pytest
 
 from zeroshard.config.machine_file import PRESETS, parse_machine
 from zeroshard.planner.axes import (
-    pipeline_sizes,
+    axis_sizes,
     read_axes,
     samples_by_sizes,
     sizes_of,
-    tensor_sizes,
 )
 from zeroshard.planner.candidates import (
     AS_CONFIGURED,
@@ -137,13 +136,13 @@ def test_a_candidate_names_the_tensor_ranks_in_its_configuration():
 def test_sizes_of_an_axis():
     h100 = parse_machine((PRESETS / "h100.toml").read_text(), "h100")
     assert read_axes("tensor = 4, 1") == {"tensor": (1, 4)}
-    assert tensor_sizes((), ranks=64, machine=h100) == (1, 2, 4, 8)
-    assert tensor_sizes((), ranks=12, machine=None) == (1, 2, 4)
-    assert tensor_sizes((3, 12), ranks=12, machine=None) == (3, 12)
+    assert axis_sizes("tensor", (), ranks=64, machine=h100) == (1, 2, 4, 8)
+    assert axis_sizes("tensor", (), ranks=12, machine=None) == (1, 2, 4)
+    assert axis_sizes("tensor", (3, 12), ranks=12, machine=None) == (3, 12)
     every = sizes_of({"tensor": (1, 2, 4)}, ranks=16, machine=None)
     assert samples_by_sizes(24, every, ranks=16)[0] == {Sizes(2): 3, Sizes(4): 6}
     assert read_axes("pipeline,tensor=2") == {"pipeline": (), "tensor": (2,)}
-    assert pipeline_sizes((), ranks=48) == (1, 2, 3, 4, 6, 8)
+    assert axis_sizes("pipeline", (), ranks=48, machine=None) == (1, 2, 3, 4, 6, 8)
     both = sizes_of({"pipeline": (1, 4), "tensor": (1, 2)}, ranks=8, machine=None)
     assert both == [Sizes(1, 1), Sizes(2, 1), Sizes(1, 4), Sizes(2, 4)]
     samples, refused = samples_by_sizes(12, both, ranks=8)

@@ -24,8 +24,7 @@ from zeroshard.planner.fit import calm_collector, fit
 from zeroshard.planner.fit_time import kinds_of, less_than, search_by_time, with_less_offload
 from zeroshard.planner.growth import Growth, without_engine
 from zeroshard.planner.make_plan import make_plan
-from zeroshard.planner.step_log import Begun, Ended, Operation
-from zeroshard.planner.work import Work
+from zeroshard.planner.step_log import Begun, Ended, Operation, Work
 
 WIDTH, LENGTH, SAMPLES = 32, 16, 12
 CONFIG = {

@@ -15,7 +15,7 @@ from zeroshard.cli.main import main
 from zeroshard.config.machine_file import load_machine
 from zeroshard.core.sizes import gib
 from zeroshard.planner.make_plan import make_plan
-from zeroshard.planner.timeline import blocks, timeline
+from zeroshard.planner.plan import blocks, timeline
 from zeroshard.planner.trace import trace
 from zeroshard.report.plan_page import plan_page
 

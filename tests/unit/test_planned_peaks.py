@@ -11,8 +11,7 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.tiers import Tier
 from zeroshard.memory.storage import resize
-from zeroshard.planner.allocations import Allocations
-from zeroshard.planner.places import Places
+from zeroshard.planner.allocations import Allocations, Places
 from zeroshard.planner.simulate import simulate
 
 WIDTH = 1024

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
 from zeroshard.errors import UsageError
-from zeroshard.planner.model_source import LENGTH, model_source
-from zeroshard.planner.positions import MOST_VALUES, most_positions
+from zeroshard.planner.model_source import model_source
+from zeroshard.planner.planned_batch import LENGTH, MOST_VALUES, most_positions
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -11,12 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.config.machine_file import MachineFile, Values
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UsageError
-from zeroshard.planner.prices import Prices
+from zeroshard.planner.prices import Prices, Updated
 from zeroshard.planner.simulate import simulate
-from zeroshard.planner.step_log import Begun, Ended, Operation
-from zeroshard.planner.step_time import step_time
-from zeroshard.planner.updated import Updated
-from zeroshard.planner.work import Work, work_of
+from zeroshard.planner.step_log import Begun, Ended, Operation, Work, work_of
+from zeroshard.planner.step_time import stage_times
 
 KIB = 1024
 
@@ -309,7 +307,7 @@ def test_the_update_moves_gradients_states_and_parameters():
 
 def test_a_step_is_the_sum_of_its_parts():
     for execution in ("serial", "streams"):
-        time = step_time(simulated(3), machine(execution, **FAST), samples=32, tokens=0)
+        (time,) = stage_times([simulated(3)], machine(execution, **FAST), samples=32, tokens=0)
         parts = time.timing
         exposed = sum(parts.exposed_s.values())
         assert parts.total_s == pytest.approx(parts.compute_s + exposed + parts.host_s)
@@ -323,9 +321,9 @@ def test_an_offloaded_update_is_exposed_with_its_copies():
     found = simulated(2, offload_optimizer={"device": "cpu"})
     host = {"memory_bytes_per_s": 1e9, "optimizer_bytes_per_s": 1e6, "cores": 4.0}
     copies = {"host_to_device_bytes_per_s": 1e6, "device_to_host_bytes_per_s": 1e6}
-    time = step_time(found, machine(**FAST, host=host, copies=copies), samples=1, tokens=0)
+    time = stage_times([found], machine(**FAST, host=host, copies=copies), samples=1, tokens=0)[0]
     moved = (found.updated.gradient_nbytes + found.updated.param_nbytes) / 1e6
     assert time.timing.exposed_s["copies"] == pytest.approx(moved)
     assert time.timing.exposed_s["host update"] == pytest.approx(found.updated.nbytes / 1e6)
     with pytest.raises(UsageError, match=r"has no copies\.device_to_host_bytes_per_s"):
-        step_time(found, machine(**FAST, host=host), samples=1, tokens=0)
+        stage_times([found], machine(**FAST, host=host), samples=1, tokens=0)[0]

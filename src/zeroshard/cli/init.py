@@ -19,8 +19,8 @@ from zeroshard.cli.telling import errors_told
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from zeroshard.planner.audience import Audience
     from zeroshard.planner.candidates import Fit
+    from zeroshard.planner.plan import Audience
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ def _base(precision: Precision, batch: int) -> dict[str, Any]:
 def _told(found: Fit, output: Path, run: Answers) -> str:
     """What was chosen, and the next commands."""
     from zeroshard.core.sizes import gib_text
-    from zeroshard.planner.model_source import BATCH
+    from zeroshard.planner.planned_batch import BATCH
 
     peak = gib_text(found.plan.peak_nbytes)
     limit = gib_text(found.plan.limit_nbytes or 0)

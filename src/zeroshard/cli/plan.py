@@ -19,9 +19,8 @@ from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
     from zeroshard.config.machine_file import MachineFile
-    from zeroshard.planner.audience import Audience
     from zeroshard.planner.gpu_kernels import Target
-    from zeroshard.planner.plan import Plan
+    from zeroshard.planner.plan import Audience, Plan
 
 DOES_NOT_FIT = 3
 SAMPLES = 8
@@ -314,13 +313,13 @@ def _planned(
     ``with_changes``: also look for changes that make it fit, which costs several more simulations.
     """
     from zeroshard.planner import changes
-    from zeroshard.planner.make_plan import make_plan, plan_of_largest_batch
+    from zeroshard.planner.make_plan import make_plan
 
     with_events = trace is not None
     # The model's own prints are no part of the answer, which may be JSON.
     with errors_told(), contextlib.redirect_stdout(sys.stderr):
         if batch == "max":
-            found = plan_of_largest_batch(
+            found = changes.plan_of_largest_batch(
                 model, config, ranks=ranks, with_events=with_events, audience=told, **conditions
             )
         else:

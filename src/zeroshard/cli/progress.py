@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
-    from zeroshard.planner.audience import Audience
-    from zeroshard.planner.plan import Plan
+    from zeroshard.planner.plan import Audience, Plan
 
 LONG_S = 10.0
 LONG = "planning: a large model takes minutes (--verbose shows each simulation)"

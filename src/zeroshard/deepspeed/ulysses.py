@@ -14,7 +14,7 @@ from zeroshard.deepspeed import groups
 from zeroshard.deepspeed.logs import logger
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.sequence.all_to_all import check_heads
-from zeroshard.sequence.transformers_attention import register
+from zeroshard.sequence.attention import register
 from zeroshard.session.join import join_ranks
 
 _NO_STATE = ("linear_attention", "chunked_attention", "mamba", "recurrent", "conv")

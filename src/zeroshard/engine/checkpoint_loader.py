@@ -32,7 +32,7 @@ from zeroshard.config.sections import CheckpointConfig
 from zeroshard.core.mesh import Mesh
 from zeroshard.engine.training_state import IMPLEMENTATION, Counters, TrainingState
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.experts.matched_groups import matched_groups
+from zeroshard.experts.marks import matched_groups
 from zeroshard.optim.state_tree import unkeyed
 from zeroshard.parallel.program_parts import order_of_parts
 from zeroshard.zero.life import Life

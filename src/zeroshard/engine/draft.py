@@ -163,8 +163,8 @@ def _tell_cut(model: nn.Module, settings: Config, device_nbytes: int, rank_info:
 
 def check_model_on(mesh: Mesh, model: nn.Module, settings: Config) -> None:
     """Check the model against the mesh, before it is cut. Attention is registered by its module only."""
-    if mesh.sequence > 1 or "zeroshard.sequence.transformers_attention" in sys.modules:
-        from zeroshard.sequence.transformers_attention import check_attention
+    if mesh.sequence > 1 or "zeroshard.sequence.attention" in sys.modules:
+        from zeroshard.sequence.attention import check_attention
 
         check_attention(model, mesh.sequence)
     check_built_for(model, mesh)

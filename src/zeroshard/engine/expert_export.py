@@ -21,10 +21,10 @@ from zeroshard.checkpoint.local_state import persistent_buffers, state_names
 from zeroshard.comm.dtensors import whole_of
 from zeroshard.core.layout import Slot, is_split
 from zeroshard.core.mesh import Mesh
+from zeroshard.experts.dispatch import TokenLink
 from zeroshard.experts.layer import MoE
 from zeroshard.experts.marks import ranks_of_layer
 from zeroshard.experts.placement import links_of
-from zeroshard.experts.token_exchange import TokenLink
 from zeroshard.zero.unit import Unit
 
 _TOPIC = "names of experts"

@@ -19,7 +19,7 @@ from zeroshard.comm.layer_calls import announced
 from zeroshard.core.mesh import Mesh
 from zeroshard.engine.draft import Draft
 from zeroshard.errors import UsageError
-from zeroshard.parallel.own_forward import OwnLoss
+from zeroshard.parallel.cut import OwnLoss
 from zeroshard.parallel.split import PipelineModel
 
 logger = logging.getLogger("zeroshard")
@@ -115,7 +115,7 @@ class SequenceCut:
 
     def mean(self, loss: Tensor, labels: Tensor) -> Tensor:
         """The mean over the tokens of all sequence ranks. ``loss``: that of this rank's, 0-dim."""
-        from zeroshard.sequence.loss import mean_over_tokens
+        from zeroshard.sequence.all_to_all import mean_over_tokens
 
         return mean_over_tokens(loss, (labels != -100).sum(), self.group)
 

@@ -18,12 +18,9 @@ from zeroshard.comm.env import current_rank_info
 from zeroshard.comm.layer_calls import announce
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UsageError
-from zeroshard.experts.construction import making_others, making_own
-from zeroshard.experts.dispatch import Dispatcher, dispatch_all, dispatch_to_places
-from zeroshard.experts.gate import TopKGate, check_whole
-from zeroshard.experts.marks import mark
-from zeroshard.experts.routes import Routes, from_tuple
-from zeroshard.experts.token_exchange import TokenLink
+from zeroshard.experts.dispatch import TokenLink, dispatch_all, dispatch_to_places
+from zeroshard.experts.gate import Routes, TopKGate, check_whole, from_tuple
+from zeroshard.experts.marks import making_others, making_own, mark
 
 
 class ExpertList(nn.Module):
@@ -126,7 +123,7 @@ class MOELayer(nn.Module):
         if not isinstance(routes, Routes):  # of a gate that a program has derived
             routes = from_tuple(routes, drops=self.gate.drop_tokens)
         self.l_aux, self.exp_counts = routes.l_aux, routes.counts_E
-        dispatch: Dispatcher = dispatch_all if routes.capacity is None else dispatch_to_places
+        dispatch = dispatch_all if routes.capacity is None else dispatch_to_places
         done = dispatch(x_SM, routes, self.experts.run, self.ep_group)
         return done.reshape(hidden_states.shape)
 

@@ -10,10 +10,10 @@ from torch import nn
 from zeroshard.comm.dtensors import KINDS, is_part
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.experts.dispatch import TokenLink
 from zeroshard.experts.layer import Experts, MoE
 from zeroshard.experts.marks import ranks_of_layer
 from zeroshard.experts.stacked import SharedStack, WholeValues, share_stacks
-from zeroshard.experts.token_exchange import TokenLink
 
 logger = logging.getLogger("zeroshard")
 

@@ -23,10 +23,9 @@ from zeroshard.core.layout import SlotBlock
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.model_config import text_config
 from zeroshard.errors import UnsupportedError, UsageError
-from zeroshard.experts.dispatch import dispatch_all
+from zeroshard.experts.dispatch import TokenLink, dispatch_all, exchange_rows
+from zeroshard.experts.gate import Routes
 from zeroshard.experts.marks import mark
-from zeroshard.experts.routes import Routes
-from zeroshard.experts.token_exchange import TokenLink, exchange_rows
 
 _STYLE = "ep_dispatch_experts"
 _BLOCK = "_expert_block"

@@ -39,8 +39,12 @@ from zeroshard.parallel.tensor_styles import (
     multiply,
     part,
 )
-from zeroshard.parallel.traced_plan import can_copy_small, traced_plan
-from zeroshard.parallel.trial_parts import repeated_blocks, weights_of_rank
+from zeroshard.parallel.traced_plan import (
+    can_copy_small,
+    repeated_blocks,
+    traced_plan,
+    weights_of_rank,
+)
 
 TRANSFORMERS_STYLES: Mapping[str, str] = {
     "colwise": "colwise",

@@ -112,36 +112,25 @@ def head_counts(
             leaf: sizes for leaf in layers if (sizes := colwise[f"{parent}.{leaf}".lstrip(".")])
         }
         found += _split_sizes(parent, module, fused, size)
-        head_size = _head_size(module, layers, counts, fused)
-        if head_size is None:
+        head = head_size(module, layers, fused)
+        if head is None:
             continue
         for leaf, layer in layers.items():
             name = f"{parent}.{leaf}".lstrip(".")
             if name in copies:
                 continue
             if leaf in fused and "gate" not in leaf:
-                _check_fused(name, fused[leaf], head_size, size)
+                _check_fused(name, fused[leaf], head, size)
             else:
-                _check_layer(name, leaf, layer, head_size, size)
+                _check_layer(name, leaf, layer, head, size)
         shared = max((copies.get(f"{parent}.{leaf}".lstrip("."), 1) for leaf in layers), default=1)
         for name, count in counts.items():
             parts = size // shared if name in KEY_VALUE_COUNTS else size
-            if not _is_own_already(parent, name, count, layers, head_size, parts):
+            if not _is_own_already(parent, name, count, layers, head, parts):
                 found.append(HeadCount(parent, name, count, count // parts))
         found += _groups(parent, module, shared)
-        found += _widths(parent, module, counts, head_size, size)
+        found += _widths(parent, module, counts, head, size)
     return found
-
-
-def head_size(
-    module: nn.Module, layers: Mapping[str, nn.Module], sizes: Mapping[str, Sequence[int]]
-) -> int | None:
-    """Rows of one head of a module's column-parallel ``layers``; None if they have no heads.
-
-    ``sizes``: of the matrices that each layer joins, empty for one matrix; by its name in the module.
-    """
-    fused = {leaf: found for leaf, found in sizes.items() if found}
-    return _head_size(module, layers, _counts(module), fused)
 
 
 def _counts(module: nn.Module) -> dict[str, int]:
@@ -181,15 +170,15 @@ def key_value_copies(model: nn.Module, colwise: Iterable[str], size: int) -> dic
     found: dict[str, int] = {}
     for parent, layers in _owners(model, colwise):
         module = model.get_submodule(parent)
-        head_size = _head_size(module, layers, _counts(module), {})
+        head = head_size(module, layers, {})
         for leaf, layer in layers.items():
             _, rows = features(layer)
-            if head_size is None or rows % head_size or not KEY_VALUE.search(leaf):
+            if head is None or rows % head or not KEY_VALUE.search(leaf):
                 continue
-            heads, name = rows // head_size, f"{parent}.{leaf}".lstrip(".")
+            heads, name = rows // head, f"{parent}.{leaf}".lstrip(".")
             if heads < size and size % heads:
                 raise UsageError(
-                    f"{name!r} has {heads} key/value heads of {head_size} rows, fewer than the {size} "
+                    f"{name!r} has {heads} key/value heads of {head} rows, fewer than the {size} "
                     "tensor ranks, and each head would belong to another number of ranks. Use a "
                     f"number of tensor ranks that divides {heads} or is a multiple of it."
                 )
@@ -218,20 +207,20 @@ def _owners(model: nn.Module, colwise: Iterable[str]) -> Iterator[tuple[str, dic
     yield from owners.items()
 
 
-def _head_size(
-    module: nn.Module,
-    layers: Mapping[str, nn.Module],
-    counts: Mapping[str, int],
-    fused: Mapping[str, Sequence[int]],
+def head_size(
+    module: nn.Module, layers: Mapping[str, nn.Module], sizes: Mapping[str, Sequence[int]]
 ) -> int | None:
-    """Rows of one head; None if the layers are not known to be made of heads."""
-    projections = [leaf for leaf in layers if QUERY.search(leaf) or KEY_VALUE.search(leaf)]
-    if not projections and not counts:
+    """Rows of one head of a module's column-parallel ``layers``; None if they have no heads.
+
+    ``sizes``: of the matrices that each layer joins, empty for one matrix; by its name in the module.
+    """
+    counts = _counts(module)
+    queries = [features(layer)[1] for leaf, layer in layers.items() if QUERY.search(leaf)]
+    if not queries and not counts and not any(map(KEY_VALUE.search, layers)):
         return None
     if named := _named_head_size(module):
         return named
-    queries = [features(layers[leaf])[1] for leaf in layers if QUERY.search(leaf)]
-    queries += [sizes[0] for sizes in fused.values()]
+    queries += [own[0] for own in sizes.values() if own]
     query_counts = [counts[name] for name in QUERY_COUNTS if name in counts]
     if queries and query_counts and queries[0] % query_counts[0] == 0:
         return queries[0] // query_counts[0]
@@ -277,11 +266,7 @@ def _is_own_already(
     head_size: int,
     size: int,
 ) -> bool:
-    """Whether the program has divided the attribute itself.
-
-    Raises:
-        UsageError: it is neither the number of heads of the model nor that of a rank.
-    """
+    """Whether the program has divided the attribute itself."""
     pattern = QUERY if attribute in QUERY_COUNTS else KEY_VALUE
     rows = [
         features(layer)[1]

@@ -39,7 +39,7 @@ class ValuesByName:
         self._modules = dict(model.named_modules())
         self._first: dict[int, str] = {}  # by id of a meta tensor: the first module that has it
         for name, module in self._modules.items():
-            for tensor in _own(module):
+            for tensor in own_tensors(module):
                 if tensor.is_meta:
                     self._first.setdefault(id(tensor), name)
 
@@ -47,7 +47,9 @@ class ValuesByName:
         """See :func:`draw_own_values`. Draws modules before, with which this one shares parameters."""
         if not is_meta(module):
             return
-        others = {self._first.get(id(tensor), name) for tensor in _own(module) if tensor.is_meta}
+        others = {
+            self._first.get(id(tensor), name) for tensor in own_tensors(module) if tensor.is_meta
+        }
         for other in sorted(others - {name}, key=list(self._modules).index):
             self.draw(other, self._modules[other])
         draw_own_values(name, module, self._seed, self._device)
@@ -73,10 +75,10 @@ def draw_own_values(name: str, module: nn.Module, seed: int, device: torch.devic
 
 def is_meta(module: nn.Module) -> bool:
     """Whether a parameter or buffer of the module itself is on the meta device."""
-    return any(tensor.is_meta for tensor in _own(module))
+    return any(tensor.is_meta for tensor in own_tensors(module))
 
 
-def _own(module: nn.Module) -> list[Tensor]:
+def own_tensors(module: nn.Module) -> list[Tensor]:
     """The parameters and buffers of the module itself."""
     own = (*module._parameters.values(), *module._buffers.values())
     return [tensor for tensor in own if tensor is not None]

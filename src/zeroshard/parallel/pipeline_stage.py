@@ -40,12 +40,7 @@ _DTYPES = (
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 
-CLASSES = {
-    "GPipe": "ScheduleGPipe",
-    "1F1B": "Schedule1F1B",
-    "Interleaved1F1B": "ScheduleInterleaved1F1B",
-    "LoopedBFS": "ScheduleLoopedBFS",
-}
+CLASSES = {name: f"Schedule{name}" for name in SCHEDULES}
 """Name of the schedule -> torch's class."""
 
 STAGE_METHODS = (

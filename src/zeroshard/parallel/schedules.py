@@ -153,18 +153,6 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """torch's schedules that compute gradients of inputs and of weights at different times. Not offered."""
 
 
-def bubble(ranks: int, per_rank: int, micro_batches: int) -> float:
-    """The part of a step in which a rank waits: ``(p - 1) / (v M + p - 1)``.
-
-    The formula is for stages that take equally long, messages that take no time, and at least as many
-    micro-batches as ranks (Interleaved1F1B: a multiple of the ranks).
-
-    >>> round(bubble(8, per_rank=1, micro_batches=32), 3), round(bubble(8, 2, 32), 3)
-    (0.179, 0.099)
-    """
-    return (ranks - 1) / (per_rank * micro_batches + ranks - 1)
-
-
 def live(actions: Sequence[Action]) -> int:
     """The largest number of forwards whose backward has not run: how many activations a rank keeps.
 

@@ -40,8 +40,14 @@ from zeroshard.comm.env import local_device
 from zeroshard.comm.fused_dtensors import mark_fused
 from zeroshard.errors import UsageError
 from zeroshard.parallel.auto_plan import derive_plan
-from zeroshard.parallel.cut_layer import CutLayer
-from zeroshard.parallel.dropout_streams import RegionStreams, draws, starts_region
+from zeroshard.parallel.cut_layer import (
+    CutLayer,
+    RegionStreams,
+    SharedInput,
+    draws,
+    share_inputs,
+    starts_region,
+)
 from zeroshard.parallel.heads import (
     GROUPS,
     HeadCount,
@@ -50,22 +56,22 @@ from zeroshard.parallel.heads import (
     key_value_copies,
 )
 from zeroshard.parallel.initial_values import draw_own_values
-from zeroshard.parallel.plan_agreement import (
+from zeroshard.parallel.plan_checks import (
     agree,
     agreed_seed,
     announce_failure,
+    check_layer,
+    check_model,
+    check_stream,
     waiting_for_tensor_ranks,
 )
-from zeroshard.parallel.plan_checks import check_layer, check_model, check_stream
 from zeroshard.parallel.tensor_styles import (
     STYLES,
-    SharedInput,
     StyleRow,
     as_dtensor,
     generic,
     local_part,
     row_of,
-    share_inputs,
 )
 from zeroshard.parallel.whole_copy import note_uncut
 from zeroshard.zero.materialize import check_meta
@@ -296,11 +302,7 @@ def decide(model: nn.Module, size: int, plan: Mapping[str, str] | str) -> Tensor
 
 
 def _matched(model: nn.Module, plan: Mapping[str, str] | str) -> dict[str, str]:
-    """Style by name of a layer, in the model's order.
-
-    Raises:
-        UsageError: an unknown style, a glob without a match, or two globs that disagree.
-    """
+    """Style by name of a layer, in the model's order."""
     if not isinstance(plan, Mapping) or not plan:
         raise UsageError(
             f'plan is {plan!r}. Pass "auto", or a dict of globs and styles such as '
@@ -347,11 +349,7 @@ def _similar(glob: str, names: list[str]) -> str:
 def _cut_weights(
     model: nn.Module, rows: Mapping[str, StyleRow], fused: Mapping[str, tuple[int, ...]]
 ) -> list[CutWeight]:
-    """The parameters that are cut, each once.
-
-    Raises:
-        UsageError: two layers share a parameter, and the plan would not cut it the same way in both.
-    """
+    """The parameters that are cut, each once."""
     users: dict[nn.Parameter, list[tuple[str, str, _Cut]]] = {}
     for name, module in model.named_modules():
         for leaf, param in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -13,7 +13,6 @@ compute with their local tensors.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +27,6 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
 )
-
-from zeroshard.parallel.tensor_sums import add_gradients
 
 SEQUENCE_DIM = 1
 """Activations are ``[batch, sequence, features]``."""
@@ -179,57 +176,6 @@ def moved(tensor: DTensor, placement: Placement) -> DTensor:
     if tensor.placements == (placement,):
         return tensor
     return tensor.redistribute(placements=[placement])
-
-
-class SharedInput:
-    """The whole input that several column-parallel layers read, as one tensor.
-
-    q, k and v read the same tensor. If each marked it by itself, backward would have an all-reduce for
-    each of them. With one mark, autograd adds their gradients first. It is kept until the next layer that
-    is not column-parallel, and so keeps no graph alive.
-    """
-
-    def __init__(self) -> None:
-        self._source: weakref.ref[Tensor] | None = None
-        self._key: tuple[int, bool] = (-1, False)
-        self._made: Tensor | None = None
-
-    def of(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        """``x``, equal on all tensor ranks, with gradients to be added; one object for the same ``x``.
-
-        A DTensor adds them itself.
-        """
-        key = (x._version, torch.is_grad_enabled())
-        if (
-            self._made is None
-            or self._source is None
-            or self._source() is not x
-            or self._key != key
-        ):
-            if isinstance(x, DTensor):
-                self._made = moved(x, Replicate()).to_local(grad_placements=[Partial()])
-            else:
-                self._made = add_gradients(x, mesh.get_group())
-            self._source, self._key = weakref.ref(x), key
-        return self._made
-
-    def forget(self) -> None:
-        """Drop the tensor."""
-        self._source = self._made = None
-
-
-def share_inputs(styles: Mapping[str, str]) -> set[str]:
-    """The column-parallel layers that may read one input: those with a sibling that is one too.
-
-    >>> plan = {"a.q": "colwise", "a.k": "colwise", "a.o": "rowwise", "head": "colwise"}
-    >>> share_inputs(plan) == {"a.q", "a.k"}
-    True
-    """
-    owners: dict[str, set[str]] = {}
-    for name, style in styles.items():
-        if style.startswith("colwise"):
-            owners.setdefault(name.rpartition(".")[0], set()).add(name)
-    return {name for names in owners.values() if len(names) > 1 for name in names}
 
 
 def compute_locally(

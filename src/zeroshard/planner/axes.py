@@ -90,20 +90,13 @@ def sizes_of(
     Raises:
         UsageError: a size does not divide the ranks of the run or of a node.
     """
-    tensors: Sequence[int | None] = (None,)
-    stages: Sequence[int | None] = (None,)
-    if "tensor" in axes:
-        tensors = tensor_sizes(
-            axes["tensor"], ranks=ranks, machine=machine, ranks_per_node=ranks_per_node
-        )
-    if "pipeline" in axes:
-        stages = pipeline_sizes(axes["pipeline"], ranks=ranks)
-    experts: Sequence[int | None] = (None,)
-    if "expert" in axes:
-        experts = expert_sizes(
-            axes["expert"], ranks=ranks, machine=machine, ranks_per_node=ranks_per_node
-        )
-    found = [Sizes(*sizes) for sizes in product(tensors, stages, experts)]
+    every: list[Sequence[int | None]] = [
+        axis_sizes(axis, axes[axis], ranks=ranks, machine=machine, ranks_per_node=ranks_per_node)
+        if axis in axes
+        else (None,)
+        for axis in SEARCHED
+    ]
+    found = [Sizes(*sizes) for sizes in product(*every)]
     return sorted(
         found,
         key=lambda own: (
@@ -112,80 +105,49 @@ def sizes_of(
     )  # fmt: skip
 
 
-def expert_sizes(
+_WHAT = {
+    "tensor": "tensor ranks",
+    "pipeline": "pipeline stages",
+    "expert": "ranks that share experts",
+}
+
+
+def axis_sizes(
+    axis: str,
     asked: Sequence[int],
     *,
     ranks: int,
     machine: MachineFile | None,
     ranks_per_node: int | None = None,
 ) -> tuple[int, ...]:
-    """The numbers of ranks that share experts to try: ``asked``, or all that divide the run and a node.
+    """The sizes of an axis to try: ``asked``, or all that divide the run and a node.
 
-    Raises:
-        UsageError: a size does not divide the ranks of the run.
-    """
-    _check_divide(asked, ranks, "ranks that share experts")
-    node = ranks_per_node or _devices_per_node(machine) or NODE_RANKS
-    return tuple(asked) or _divisors(gcd(ranks, node))
-
-
-def pipeline_sizes(asked: Sequence[int], *, ranks: int) -> tuple[int, ...]:
-    """The numbers of pipeline stages to try: ``asked``, or all up to :data:`MOST_STAGES` that divide the
-    run.
-
-    Raises:
-        UsageError: a size does not divide the ranks of the run.
-    """
-    _check_divide(asked, ranks, "pipeline stages")
-    return tuple(asked) or tuple(size for size in _divisors(ranks) if size <= MOST_STAGES)
-
-
-def _check_divide(asked: Sequence[int], ranks: int, what: str) -> None:
-    for size in asked:
-        if ranks % size:
-            raise UsageError(
-                f"--fit-axes: {size} {what} do not divide --ranks {ranks}. Sizes that do: "
-                f"{_listed(_divisors(ranks))}."
-            )
-
-
-def tensor_sizes(
-    asked: Sequence[int],
-    *,
-    ranks: int,
-    machine: MachineFile | None,
-    ranks_per_node: int | None = None,
-) -> tuple[int, ...]:
-    """The numbers of tensor ranks to try: ``asked``, or all that divide the run and a node.
-
-    Tensor ranks wait for each other in every layer, so they are inside a node, which has
+    Pipeline stages need not divide a node, and are at most :data:`MOST_STAGES` if no numbers are asked
+    for. Tensor ranks wait for each other in every layer, so they are inside a node, which has
     ``ranks_per_node`` or the devices of the machine. Where neither is given, the sizes that are asked for
     need only divide ``ranks``, and others divide :data:`NODE_RANKS` too.
 
     Raises:
-        UsageError: a size does not divide the ranks of the run or of a node.
+        UsageError: a size does not divide the ranks of the run; of tensor ranks, those of a node.
     """
     node, named = ranks_per_node, "--ranks-per-node"
-    if node is None and machine is not None:
-        node, named = _devices_per_node(machine), repr(machine.name)
+    if node is None and machine is not None and machine.devices_per_node is not None:
+        node, named = round(machine.devices_per_node.value), repr(machine.name)
     for size in asked:
         if ranks % size:
             raise UsageError(
-                f"--fit-axes: {size} tensor ranks do not divide --ranks {ranks}. Sizes that do: "
+                f"--fit-axes: {size} {_WHAT[axis]} do not divide --ranks {ranks}. Sizes that do: "
                 f"{_listed(_divisors(ranks))}."
             )
-        if node is not None and node % size:
+        if axis == "tensor" and node is not None and node % size:
             raise UsageError(
                 f"--fit-axes: {size} tensor ranks do not divide the {node} devices of a node of {named}, "
                 "and tensor ranks wait for each other in every layer. Sizes that do: "
                 f"{_listed(_divisors(gcd(ranks, node)))}."
             )
+    if axis == "pipeline":
+        return tuple(asked) or tuple(size for size in _divisors(ranks) if size <= MOST_STAGES)
     return tuple(asked) or _divisors(gcd(ranks, node or NODE_RANKS))
-
-
-def _devices_per_node(machine: MachineFile | None) -> int | None:
-    known = None if machine is None else machine.devices_per_node
-    return None if known is None else round(known.value)
 
 
 def _divisors(number: int) -> tuple[int, ...]:

@@ -163,6 +163,11 @@ def possible(kind: StrategyKind, samples: int) -> list[Candidate]:
     return [own for own in candidates_of(kind, samples) if not refusal(own)]
 
 
+def next_larger(own: Candidate, ways: Sequence[Candidate]) -> Candidate | None:
+    """The candidate with the next larger micro-batch, of those of its kind by increasing size."""
+    return next((way for way in ways if way.micro_batch > own.micro_batch), None)
+
+
 def with_parallel(base: Mapping[str, Any], key: str, size: int) -> dict[str, Any]:
     """``base`` with this size of a key of the section ``parallel``."""
     given = {k: v for k, v in (base.get("parallel") or {}).items() if k != key}

@@ -1,27 +1,137 @@
-"""Finds changes that make a planned run fit. Arithmetic proposes them, a simulation of each decides."""
+"""Finds what makes a planned run fit: the largest micro-batch, and changes of its configuration.
+
+Arithmetic proposes changes, a simulation of each decides.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from zeroshard.comm.simulation import lone_rank
+from zeroshard.config.machine_file import MachineFile
+from zeroshard.core.sizes import gib_text
 from zeroshard.engine.remedies import Remedy, Run, changes, smaller_batches
-from zeroshard.errors import ConfigError, UnsupportedError
-from zeroshard.planner.audience import SILENT, Audience
+from zeroshard.errors import ConfigError, UnsupportedError, UsageError
 from zeroshard.planner.candidates import Strategy
 from zeroshard.planner.fit import calm_collector
-from zeroshard.planner.least_states import least_states_nbytes
+from zeroshard.planner.gpu_kernels import Target
+from zeroshard.planner.growth import least_states_nbytes
 from zeroshard.planner.make_plan import config_dict, make_plan
-from zeroshard.planner.own_batch import MICRO_BATCH
-from zeroshard.planner.plan import Change, Plan
+from zeroshard.planner.model_source import FACTORY_HINT, explained, model_source, refuse_own_batch
+from zeroshard.planner.plan import SILENT, Audience, Change, Plan
+from zeroshard.planner.planned_batch import MICRO_BATCH
 
-if TYPE_CHECKING:
-    from zeroshard.config.machine_file import MachineFile
-    from zeroshard.planner.gpu_kernels import Target
+MOST = 2**20
+"""Samples of a micro-batch that are tried at most."""
+
+_BY_LINE = 6
+"""Tries along a line, after which the interval is halved: peaks are nearly linear in the batch."""
+
+
+def largest_batch(peak_nbytes: Callable[[int], int], limit_nbytes: int) -> tuple[int, int]:
+    """The largest number of samples whose peak is within the limit, and the peak of one more.
+
+    ``peak_nbytes(samples)`` simulates a run; it must not fall with more samples. Both numbers of samples
+    were simulated. Costs about five simulations.
+
+    >>> largest_batch(lambda samples: 100 + 30 * samples, 1000)
+    (30, 1030)
+
+    Raises:
+        UsageError: one sample does not fit, or ``MOST`` do.
+    """
+    fits, fits_nbytes = 1, peak_nbytes(1)
+    if fits_nbytes > limit_nbytes:
+        raise UsageError(
+            f"no micro-batch fits {gib_text(limit_nbytes)}: one sample needs "
+            f"{gib_text(fits_nbytes)}, {gib_text(fits_nbytes - limit_nbytes)} too much. Use shorter "
+            "samples, activation checkpointing, a higher stage, offload or more ranks."
+        )
+    known = [(fits, fits_nbytes)]
+    over: int | None = None
+    while over is None or over - fits > 1:
+        guess = _guess(known, fits, over, limit_nbytes)
+        nbytes = peak_nbytes(guess)
+        known.append((guess, nbytes))
+        if nbytes > limit_nbytes:
+            over = guess
+        elif guess >= MOST:
+            raise UsageError(
+                f"a micro-batch of {MOST:,} samples fits {gib_text(limit_nbytes)}, and more are not "
+                "tried: memory does not limit the batch. Give --batch a number."
+            )
+        else:
+            fits = guess
+    return fits, dict(known)[over]
+
+
+def _guess(known: list[tuple[int, int]], fits: int, over: int | None, limit_nbytes: int) -> int:
+    """The next number of samples to try, between ``fits`` and ``over``, without them."""
+    if len(known) == 1:
+        return 2
+    (one, one_nbytes), (two, two_nbytes) = sorted(known, key=lambda at: abs(limit_nbytes - at[1]))[
+        :2
+    ]
+    slope = (two_nbytes - one_nbytes) / (two - one)
+    if over is not None and (len(known) > _BY_LINE or slope <= 0):
+        return (fits + over) // 2
+    line = one + int((limit_nbytes - one_nbytes) / slope) if slope > 0 else 2 * fits
+    return max(fits + 1, min(line, MOST if over is None else over - 1))
+
+
+def plan_of_largest_batch(
+    model: str,
+    config: Mapping[str, Any] | str | Path,
+    *,
+    ranks: int,
+    length: int | None = None,
+    memory_gib: float | None,
+    machine: MachineFile | None = None,
+    target: Target | None = None,
+    with_events: bool = False,
+    ranks_per_node: int | None = None,
+    audience: Audience = SILENT,
+) -> Plan:
+    """The plan with the largest micro-batch that fits ``memory_gib``; one more sample does not fit.
+
+    Arguments and errors as for :func:`make_plan`. ``audience`` is told of about five simulations.
+
+    Raises:
+        UsageError: there is no limit, one sample does not fit, the model has a batch of its own, or the
+            configuration fixes ``train_batch_size``.
+    """
+    plans: dict[int, Plan] = {}
+
+    def peak_nbytes(samples: int) -> int:
+        if samples not in plans:
+            audience.begins(f"micro-batch {samples}")
+            plans[samples] = make_plan(
+                model, config, ranks=ranks, micro_batch=samples, length=length, memory_gib=memory_gib,
+                machine=machine, target=target, with_events=with_events, ranks_per_node=ranks_per_node,
+            )  # fmt: skip
+            audience.ended(plans[samples])
+        return plans[samples].peak_nbytes
+
+    if (fixed := config_dict(config).get("train_batch_size")) not in (None, "auto"):
+        raise UsageError(
+            f"--batch max tries micro-batches of several sizes, and train_batch_size is {fixed}, which "
+            "allows only its divisors. Leave it out of the configuration."
+        )
+    if memory_gib is None and (machine is None or machine.device.memory_bytes is None):
+        raise UsageError("--batch max is the largest that fits --memory, which is not given.")
+    with explained(model, FACTORY_HINT), lone_rank(0, ranks):
+        refuse_own_batch("--batch max", model_source(model, 1, 1, sharded=False))
+    peak_nbytes(1)
+    limit_nbytes = plans[1].limit_nbytes
+    assert limit_nbytes is not None
+    samples, one_more_nbytes = largest_batch(peak_nbytes, limit_nbytes)
+    return replace(plans[samples], one_more_nbytes=one_more_nbytes)
+
 
 COUNT = 3
 """Changes that are shown."""

@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from zeroshard.comm.simulation import lone_rank
 from zeroshard.config import Config, load_config
 from zeroshard.config.machine_file import MachineFile
@@ -27,10 +29,9 @@ from zeroshard.errors import ConfigError, UsageError
 from zeroshard.experts.stacked import planned_stacks
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.planner.assumptions import mesh_of
-from zeroshard.planner.audience import SILENT, Audience
 from zeroshard.planner.axes import (
+    axis_sizes,
     check_axes_are_free,
-    expert_sizes,
     refused_by_model,
     samples_by_sizes,
     sizes_of,
@@ -43,12 +44,11 @@ from zeroshard.planner.candidates import (
     Judged,
     Sizes,
     Strategy,
-    StrategyKind,
     kinds_by_experience,
+    next_larger,
     possible,
     refused_by_schedule,
 )
-from zeroshard.planner.explained import explained
 from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.fit_time import search_by_time
 from zeroshard.planner.gpu_kernels import Target
@@ -56,10 +56,11 @@ from zeroshard.planner.make_plan import config_dict, make_plan, with_node_size
 from zeroshard.planner.model_source import (
     can_checkpoint,
     even_split,
+    explained,
     model_source,
     refuse_own_batch,
 )
-from zeroshard.planner.plan import Plan
+from zeroshard.planner.plan import SILENT, Audience, Plan
 
 
 def fit(
@@ -125,9 +126,8 @@ def sharing_sizes(model: str, ranks: int, machine: MachineFile | None) -> tuple[
     ``model``: as for :func:`fit`. Layers of :class:`zeroshard.parallel.MoE` have none here: the program
     says how many ranks share them.
     """
-    node = expert_sizes((), ranks=ranks, machine=machine)
-    with explained(model), lone_rank(0, ranks), fake_tensors():
-        built = model_source(model, 1, 1, sharded=False).build()
+    node = axis_sizes("expert", (), ranks=ranks, machine=machine)
+    built = _built(model, ranks)
     stacks = {} if isinstance(built, PipelineModel) else planned_stacks(built)
     counts = [int(stack.num_experts) for stack in stacks.values()]  # type: ignore[arg-type]
     most = max((size for size in node if not any(count % size for count in counts)), default=1)
@@ -144,11 +144,7 @@ def _samples(
     machine: MachineFile | None,
     ranks_per_node: int | None,
 ) -> tuple[dict[Sizes, int], dict[Sizes, str]]:
-    """Samples of a rank by mesh, and why other meshes cannot be used. ``wanted``: axes that may change.
-
-    Raises:
-        UsageError: no mesh is possible.
-    """
+    """Samples of a rank by mesh, and why others cannot be used. ``wanted``: axes that may change."""
     mesh = mesh_of(settings, ranks)
     if mesh.pipeline > 1:
         wanted.setdefault("pipeline", (mesh.pipeline,))
@@ -168,9 +164,13 @@ def _split(model: str, chosen: Candidate | None, ranks: int) -> Sequence[str]:
     stages = 1 if chosen is None else chosen.sizes.pipeline or 1
     if stages == 1:
         return ()
+    built = _built(model, ranks)
+    return () if isinstance(built, PipelineModel) else even_split(built, stages)
+
+
+def _built(model: str, ranks: int) -> nn.Module:
     with explained(model), lone_rank(0, ranks), fake_tensors():
-        built = model_source(model, 1, 1, sharded=False).build()
-        return () if isinstance(built, PipelineModel) else even_split(built, stages)
+        return model_source(model, 1, 1, sharded=False).build()
 
 
 def _possible(
@@ -180,11 +180,7 @@ def _possible(
     refused: dict[Sizes, str],
     ranks: int,
 ) -> tuple[dict[Sizes, int], dict[Sizes, str]]:
-    """Samples of a rank by mesh, and why other meshes cannot be used. ``refused``: those that are known.
-
-    Raises:
-        UsageError: none can be used.
-    """
+    """Samples of a rank by mesh, and why others cannot be used. ``refused``: those known already."""
     for sizes, own in samples.items():
         try:
             trial = Candidate(Strategy(0), False, 1, own, sizes).config(base)
@@ -229,48 +225,56 @@ def search(
     fastest candidate that fits, in the order of experience.
     "memory": the one with the smallest peak.
     """
-    runs = _Runs(simulated, samples)
+    plans: dict[Candidate, Plan] = {}
+
+    def plan(own: Candidate) -> Plan:
+        if own not in plans:
+            plans[own] = simulated(own)
+        return plans[own]
+
+    kinds = {
+        kind: possible(kind, samples[kind.sizes])
+        for kind in kinds_by_experience(list(samples), can_checkpoint=can_checkpoint)
+    }
     chosen: Candidate | None = None
     looked: list[Candidate] = []
-    kinds = list(kinds_by_experience(list(samples), can_checkpoint=can_checkpoint))
-    for kind in kinds:
-        first = runs.candidates(kind)[0]
-        looked.append(first)
-        if aim == "speed" and runs.plan(first).fits:
-            chosen = _largest(runs, kind)
+    for ways in kinds.values():
+        looked.append(ways[0])
+        if aim == "speed" and plan(ways[0]).fits:
+            chosen = _largest(plan, ways)
             break
-    smallest = min(looked, key=lambda each: runs.plan(each).peak_nbytes)
-    if aim == "memory" and runs.plan(smallest).fits:
+    smallest = min(looked, key=lambda each: plan(each).peak_nbytes)
+    if aim == "memory" and plan(smallest).fits:
         chosen = smallest
     larger = None
     if chosen is not None and aim == "speed":
-        ways = runs.candidates(chosen.kind)
-        after = next((way for way in ways if way.micro_batch > chosen.micro_batch), None)
+        after = next_larger(chosen, kinds[chosen.kind])
         if after is not None:
-            larger = Judged(after, runs.plan(after).peak_nbytes, None, True, "does not fit")
+            larger = Judged(after, plan(after).peak_nbytes, None, True, "does not fit")
     best = chosen or smallest
-    judged = [
-        _judged(runs, own, chosen, aim, looked) for kind in kinds for own in runs.candidates(kind)
-    ]
+    judged = [_judged(plans, own, chosen, aim, looked) for ways in kinds.values() for own in ways]
     judged += refused_by_schedule(kinds, samples)
     return Fit(
-        aim, chosen, runs.plan(best), best.config(base), judged, larger, runs.count,
+        aim, chosen, plan(best), best.config(base), judged, larger, len(plans),
         "The ranking is a rule of thumb; give --machine for predicted times.",
     )  # fmt: skip
 
 
 def _judged(
-    runs: _Runs, own: Candidate, chosen: Candidate | None, aim: Aim, looked: Sequence[Candidate]
+    plans: Mapping[Candidate, Plan],
+    own: Candidate,
+    chosen: Candidate | None,
+    aim: Aim,
+    looked: Sequence[Candidate],
 ) -> Judged:
-    """Why a candidate was not chosen."""
+    """Why a candidate was not chosen. ``looked``: those of one sample that were simulated."""
     first = replace(own, micro_batch=1, accumulation=own.micro_batch * own.accumulation)
-    known = runs.known(own)
-    peak_nbytes = None if known is None else known.peak_nbytes
+    known = plans.get(own)
     if own == chosen:
         why = "chosen"
     elif first not in looked:
         why = "slower in the order of experience"
-    elif not runs.plan(first).fits:
+    elif not plans[first].fits:
         why = "does not fit" + ("" if own == first else " with one sample")
     elif chosen is None or aim == "memory":
         why = "needs more memory"
@@ -278,49 +282,18 @@ def _judged(
         why = "smaller micro-batches are slower"
     else:
         why = "does not fit, as the next larger micro-batch"
-    return Judged(own, peak_nbytes, None, known is not None, why)
+    return Judged(own, None if known is None else known.peak_nbytes, None, known is not None, why)
 
 
-def _largest(runs: _Runs, kind: StrategyKind) -> Candidate:
+def _largest(plan: Callable[[Candidate], Plan], ways: Sequence[Candidate]) -> Candidate:
     """The candidate with the largest micro-batch that fits. One sample does.
 
     The largest size is tried first: without accumulation a step holds less, so it may fit although a
     smaller one does not.
     """
-    ways = runs.candidates(kind)
-    if runs.plan(ways[-1]).fits:
+    if plan(ways[-1]).fits:
         return ways[-1]
     too_large = bisect_right(
-        ways, False, lo=1, hi=len(ways) - 1, key=lambda way: not runs.plan(way).fits
+        ways, False, lo=1, hi=len(ways) - 1, key=lambda way: not plan(way).fits
     )
     return ways[too_large - 1]
-
-
-class _Runs:
-    """Simulations of candidates, each once."""
-
-    def __init__(
-        self, simulated: Callable[[Candidate], Plan], samples: Mapping[Sizes, int]
-    ) -> None:
-        self._samples = samples
-        self._plans: dict[Candidate, Plan] = {}
-        self._simulated = simulated
-
-    @property
-    def count(self) -> int:
-        """Simulations that were made."""
-        return len(self._plans)
-
-    def plan(self, candidate: Candidate) -> Plan:
-        """The plan of a candidate."""
-        if candidate not in self._plans:
-            self._plans[candidate] = self._simulated(candidate)
-        return self._plans[candidate]
-
-    def known(self, candidate: Candidate) -> Plan | None:
-        """The plan of a candidate, if it was simulated."""
-        return self._plans.get(candidate)
-
-    def candidates(self, kind: StrategyKind) -> list[Candidate]:
-        """Those of a kind, by increasing micro-batch."""
-        return possible(kind, self._samples[kind.sizes])

@@ -36,15 +36,22 @@ from zeroshard.planner.candidates import (
     Sizes,
     Strategy,
     StrategyKind,
+    next_larger,
     possible,
     refused_by_schedule,
 )
-from zeroshard.planner.growth import HIGH, LOW, Growth, without_engine
-from zeroshard.planner.least_states import least_states_nbytes, offloadable_nbytes
+from zeroshard.planner.growth import (
+    HIGH,
+    LOW,
+    Growth,
+    least_states_nbytes,
+    offloadable_nbytes,
+    without_engine,
+)
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.prices import Grown, Prices
 from zeroshard.planner.simulated import Simulation
-from zeroshard.planner.step_time import stage_seconds, step_seconds
+from zeroshard.planner.step_time import stage_seconds
 
 NEAR, NEAR_OF_ONE = 0.05, 0.2
 """How much of a peak that lines give may be too much: of several samples, and of one, for which torch
@@ -256,9 +263,7 @@ class _Search:
         if known.growths is not None:
             grown = [growth.at(own.micro_batch) for growth in known.growths]
         count = own.accumulation
-        if len(chosen) > 1:
-            return stage_seconds(chosen, self._machine, micro_batches=count, grown=grown)
-        return step_seconds(chosen[0], self._machine, micro_batches=count, grown=grown[0])
+        return stage_seconds(chosen, self._machine, micro_batches=count, grown=grown)
 
     def _least_s(self, kind: StrategyKind) -> tuple[float, float]:
         """What no candidate of the kind takes less than, and the same if memory were no limit.
@@ -322,8 +327,7 @@ class _Search:
 
     def after(self, own: Candidate) -> Candidate | None:
         """The candidate with the next larger micro-batch."""
-        ways = self.candidates(own.kind)
-        return next((way for way in ways if way.micro_batch > own.micro_batch), None)
+        return next_larger(own, self.candidates(own.kind))
 
     def smallest(self) -> Candidate:
         """The candidate with the smallest peak."""

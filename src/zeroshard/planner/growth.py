@@ -1,10 +1,18 @@
-"""How a simulated step grows with the micro-batch, and what the model alone takes of it."""
+"""What is known of a configuration by arithmetic on the simulation of another one.
+
+How a step grows with the micro-batch, what the model alone takes of it, and the least that a rank holds
+between steps in another stage.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zeroshard.core.stages import STAGES, Stage
+from zeroshard.core.tiers import Tier
+from zeroshard.planner.candidates import Strategy
+from zeroshard.planner.prices import Grown
 from zeroshard.planner.simulated import Simulation
 from zeroshard.planner.step_log import (
     MESSAGE,
@@ -12,9 +20,10 @@ from zeroshard.planner.step_log import (
     Ended,
     Operation,
     StepEvent,
+    Work,
+    along,
     is_of_layers,
 )
-from zeroshard.planner.work import Work, along
 
 LOW, HIGH = 2, 3
 """Samples of the micro-batches between which lines are drawn. With one sample some operations differ."""
@@ -47,29 +56,9 @@ class Growth:
             _grown_layers(low.events, high.events),
         )
 
-    def at(self, size: int) -> _GrownStep:
+    def at(self, size: int) -> Grown:
         """A step with ``size`` samples."""
-        return _GrownStep(self, (size - LOW) / (HIGH - LOW))
-
-
-@dataclass(frozen=True)
-class _GrownStep:
-    """What a step with ``LOW`` samples does with another number. ``part``: 0 with LOW, 1 with HIGH."""
-
-    growth: Growth
-    part: float
-
-    def work(self, low: Work) -> Work:
-        """An operation."""
-        high = self.growth.works.get(low)
-        return low if high is None else along(low, high, self.part)
-
-    def nbytes(self, begun: Begun) -> int:
-        """A collective."""
-        low = begun.nbytes
-        if not _grows(begun):
-            return low
-        return max(0, round(low + self.part * (self.growth.layers.get(low, low) - low)))
+        return Grown(self.works, self.layers, (size - LOW) / (HIGH - LOW))
 
 
 def _grown(work: Work) -> Work:
@@ -80,15 +69,11 @@ def _grown(work: Work) -> Work:
 
 def _grown_layers(low: Sequence[StepEvent], high: Sequence[StepEvent]) -> dict[int, int]:
     before, after = (
-        [e.nbytes for e in events if isinstance(e, Begun) and _grows(e)] for events in (low, high)
+        [e.nbytes for e in events if isinstance(e, Begun) and e.grows] for events in (low, high)
     )
     if len(before) != len(after):  # other operations: all of it grows
         return {nbytes: nbytes * HIGH // LOW for nbytes in before}
     return dict(zip(before, after, strict=True))
-
-
-def _grows(begun: Begun) -> bool:
-    return begun.op == MESSAGE or is_of_layers(begun.key)
 
 
 def _works(events: Sequence[StepEvent]) -> list[Work]:
@@ -114,3 +99,61 @@ def without_engine(found: Simulation, *, with_update: bool) -> Simulation:
         ):
             kept.append(event)
     return replace(found, events=tuple(kept), starts=tuple(starts))
+
+
+SURE = 0.9
+"""The part of the result that is certain: padding of shards, which grows with the ranks, is less."""
+
+OFFLOADED = ("master", "optimizer", "gradients")
+"""What offload of the optimizer takes away from the device."""
+
+
+def least_states_nbytes(
+    stages: Sequence[Simulation],
+    found_stage: int,
+    strategy: Strategy,
+    tensor: int,
+    pipeline: int,
+    expert: int,
+) -> int:
+    """Bytes of parameters, masters and optimizer state on the device with ``strategy``.
+
+    ``stages``: a rank of each pipeline stage in ``found_stage``. ``tensor``, ``pipeline`` and ``expert``:
+    of the rank in question. More tensor ranks divide each parameter at most by their number, and fewer
+    leave it as large or larger. If ``expert`` ranks share experts, a rank that shards nothing holds as
+    little as that part of all parameters, which may all be experts. Of P pipeline stages one has a P-th
+    of the parameters or more. What several stages have may be tied weights, so from them nothing follows
+    for other numbers of stages. Gradients do not count: without accumulation there may be none between
+    steps.
+    """
+    mesh = stages[0].mesh
+    if len(stages) not in (1, pipeline):
+        return 0
+    before, after = STAGES[found_stage], STAGES[strategy.stage]
+    ranks = mesh.data_shard
+    now = max(1, ranks * mesh.tensor * mesh.pipeline // (tensor * pipeline))
+    part = min(1.0, mesh.tensor / tensor) / pipeline
+    nbytes = 0.0
+    for category in ("parameters", "master", "optimizer"):
+        away = strategy.params if category == "parameters" else strategy.optimizer
+        if not away:
+            rows = [row for found in stages for row in found.memory if row.category == category]
+            own = sum(row.measured for row in rows)
+            if _is_sharded(after, category):
+                nbytes += part * own * (ranks if _is_sharded(before, category) else 1) / now
+            elif _is_sharded(before, category):
+                nbytes += part * own * ranks / expert
+            else:
+                nbytes += part * own * min(1.0, mesh.expert / expert)
+    return int(SURE * nbytes)
+
+
+def _is_sharded(stage: Stage, category: str) -> bool:
+    return stage.shards_params if category == "parameters" else stage.shards_optimizer
+
+
+def offloadable_nbytes(found: Simulation, strategy: Strategy) -> int:
+    """The most bytes of a simulated rank's device that ``strategy`` puts elsewhere."""
+    names = (*OFFLOADED, *(("parameters", "gathered") if strategy.params else ()))
+    tier = Tier.DEVICE.name
+    return sum(r.measured for r in found.memory if r.category in names and r.tier == tier)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,26 +27,28 @@ from zeroshard.planner.assumptions import (
     of_sequence_ranks,
     of_two_memories,
     on_one_host,
+    said_of_experts,
     shares_memory,
     stands_for_all,
 )
-from zeroshard.planner.audience import SILENT, Audience
-from zeroshard.planner.expert_needs import said_of_experts
-from zeroshard.planner.explained import FACTORY_HINT, explained
 from zeroshard.planner.gpu_kernels import Target
-from zeroshard.planner.largest_batch import largest_batch, limit_of
-from zeroshard.planner.model_source import ModelSource, model_source, refuse_own_batch
-from zeroshard.planner.own_batch import (
+from zeroshard.planner.model_source import (
+    FACTORY_HINT,
+    ModelSource,
+    explained,
+    model_source,
+)
+from zeroshard.planner.plan import Plan, StageNeeds
+from zeroshard.planner.planned_batch import (
     MICRO_BATCH,
     check_rows,
     names_a_batch,
     refuse_options,
     shared_size,
 )
-from zeroshard.planner.plan import Plan, StageNeeds
 from zeroshard.planner.simulate import simulate
 from zeroshard.planner.simulated import Simulation, check_order
-from zeroshard.planner.step_time import StepTime, stage_times, step_time
+from zeroshard.planner.step_time import StepTime, stage_times
 
 WITHOUT_EFFECT = {
     **{"optimizer.params.lr": 1e-3, "scheduler.params.lr_range_test_min_lr": 1e-3},
@@ -96,40 +99,28 @@ def make_plan(
     machine = with_node_size(machine, ranks, ranks_per_node)
     if machine is not None:
         check_links(machine, ranks)
-    task = _read(model, config, ranks, micro_batch, length, checkpointing=checkpointing)
+    where = _Where(kind, machine, asked_nbytes, ranks_per_node)
+    task = _read(model, config, ranks, micro_batch, length, where, checkpointing=checkpointing)
     if few:
         task = _with_few(task)
     with explained(task.source.name):
-        of_stages = _simulated(
-            task, kind, machine, asked_nbytes,
-            with_events=with_events, ranks_per_node=ranks_per_node or ranks,
-        )  # fmt: skip
-        again = partial(_peak_again, task, kind, machine, asked_nbytes, ranks_per_node or ranks)
+        of_stages = _simulated(task, with_events=with_events or machine is not None)
         layers = [layer for each in of_stages for layer in each.experts]
-        said = said_of_experts(layers, None if few else again)
+        said = said_of_experts(layers, None if few else partial(_peak_again, task))
     check_order(of_stages)
-    task = replace(task, assumed=(*task.assumed, *said))
-    return _plan_of(task, of_stages, kind, machine, asked_nbytes, ranks_per_node)
+    return _plan_of(replace(task, assumed=(*task.assumed, *said)), of_stages)
 
 
-def _plan_of(
-    task: _Task,
-    of_stages: Sequence[Simulation],
-    kind: Target,
-    machine: MachineFile | None,
-    asked_nbytes: int | None,
-    ranks_per_node: int | None,
-) -> Plan:
+def _plan_of(task: _Task, of_stages: Sequence[Simulation]) -> Plan:
     """The plan of a task of which one rank of each pipeline stage was simulated."""
-    peaks = [_peak_of(each, machine) for each in of_stages]
+    where, mesh, settings = task.where, task.mesh, task.loaded.config
+    peaks = list(map(where.peak_nbytes, of_stages))
     highest_at = peaks.index(max(peaks))
     found = of_stages[highest_at]
-    assumed = _assumed(task, found, kind, machine, ranks_per_node)
-    limit_nbytes, said = _limit(asked_nbytes, machine, found.communicators)
-    mesh, settings = task.mesh, task.loaded.config
-    times = [] if machine is None else _times(of_stages, machine, settings, task.source.batch)
+    limit_nbytes, said = where.limit(found.communicators)
+    times = [] if where.machine is None else _times(of_stages, where.machine, task)
     is_cut = mesh.pipeline > 1
-    passes_blocks = is_cut and shares_memory(kind, mesh.world_size, task.chosen)
+    passes_blocks = is_cut and shares_memory(where.kind, mesh.world_size, task.chosen)
     return Plan(
         task.source.name,
         replace(mesh, expert=max(each.mesh.expert for each in of_stages)),
@@ -137,17 +128,40 @@ def _plan_of(
         _size_of(settings),
         limit_nbytes,
         found,
-        (*assumed, *said),
-        not_modelled=not_modelled(kind, passes_blocks=passes_blocks),
+        (*_assumed(task, found), *said),
+        not_modelled=not_modelled(where.kind, passes_blocks=passes_blocks),
         own_batch=task.source.own_batch,
-        target=kind,
+        target=where.kind,
         time=times[highest_at] if times else None,
         stages=tuple(map(_stage_needs, of_stages, peaks)) if is_cut else (),
         stage_times=tuple(times) if is_cut else (),
         of_stages=tuple(of_stages),
-        ranks_per_node=ranks_per_node,
+        ranks_per_node=where.ranks_per_node,
         config=tuple(task.loaded.rows()),
     )
+
+
+@dataclass(frozen=True)
+class _Where:
+    """What the run is planned for. ``asked_nbytes``: of one device; None: those of the machine."""
+
+    kind: Target
+    machine: MachineFile | None
+    asked_nbytes: int | None
+    ranks_per_node: int | None
+
+    def peak_nbytes(self, found: Simulation) -> int:
+        """The most bytes that count: on a serial machine device and host are one memory."""
+        is_one_memory = self.machine is not None and self.machine.execution == "serial"
+        return _peak_of_both(found) if is_one_memory else _device_peak(found)
+
+    def limit(self, communicators: int) -> tuple[int | None, list[str]]:
+        """What the peak is compared with, and what is said of it."""
+        machine = self.machine
+        if self.asked_nbytes is not None or machine is None or machine.device.memory_bytes is None:
+            return self.asked_nbytes, []
+        limit_nbytes, said = device_memory(machine, communicators)
+        return limit_nbytes, [said]
 
 
 @dataclass(frozen=True)
@@ -165,6 +179,7 @@ class _Task:
     mesh: Mesh
     engine_cuts: bool
     assumed: tuple[str, ...]
+    where: _Where
     left_out: tuple[str, ...] = ()
 
 
@@ -174,6 +189,7 @@ def _read(
     ranks: int,
     micro_batch: int | None,
     length: int | None,
+    where: _Where,
     *,
     checkpointing: bool,
 ) -> _Task:
@@ -215,7 +231,7 @@ def _read(
         loaded = load(samples)  # an error without rows
         assumed += (f"the micro-batch has {samples} samples, the rows of the model's own batch",)
     chosen = given if samples is None else given | {MICRO_BATCH: samples}
-    return _Task(source, loaded, chosen, mesh, engine_cuts, assumed)
+    return _Task(source, loaded, chosen, mesh, engine_cuts, assumed, where)
 
 
 def _size_of(settings: Config) -> int:
@@ -227,7 +243,8 @@ def _size_of(settings: Config) -> int:
 def _with_few(task: _Task) -> _Task:
     """The task with as few micro-batches in a step as show what each of them holds and takes."""
     count = task.loaded.config.gradient_accumulation_steps or 1
-    enough = _enough(task.source, task.mesh)
+    source, ranks = task.source, task.mesh.pipeline
+    enough = settled_after(source.schedule, source.cut_into or ranks, ranks)
     if enough is None or count <= enough:
         return task
     chosen = task.chosen | {"gradient_accumulation_steps": enough}
@@ -238,80 +255,42 @@ def _with_few(task: _Task) -> _Task:
     return replace(task, chosen=chosen, left_out=(said,))
 
 
-def _simulated(
-    task: _Task,
-    kind: Target,
-    machine: MachineFile | None,
-    asked_nbytes: int | None,
-    *,
-    with_events: bool,
-    ranks_per_node: int,
-) -> list[Simulation]:
-    """One rank of each pipeline stage. With a machine, what the step does is kept for its time."""
-    source, mesh = task.source, task.mesh
-    known = machine.device.memory_bytes if machine is not None else None
+def _simulated(task: _Task, *, with_events: bool) -> list[Simulation]:
+    """One rank of each pipeline stage. ``with_events``: keep what the step does."""
+    source, mesh, where = task.source, task.mesh, task.where
+    known = where.machine.device.memory_bytes if where.machine is not None else None
     return [
         simulate(
             source.build, task.chosen, source.batch, mesh=mesh, rank=rank, loss_fn=source.loss,
-            plan="auto" if task.engine_cuts else None,
-            with_events=with_events or machine is not None,
-            target=kind, with_checkpoint=True, ranks_per_node=ranks_per_node,
-            device_nbytes=int(known.value) if known is not None else asked_nbytes or 0,
+            plan="auto" if task.engine_cuts else None, with_events=with_events,
+            target=where.kind, with_checkpoint=True,
+            ranks_per_node=where.ranks_per_node or mesh.world_size,
+            device_nbytes=int(known.value) if known is not None else where.asked_nbytes or 0,
         )
         for rank in _first_ranks(mesh)
     ]  # fmt: skip
 
 
-def _peak_again(
-    task: _Task, kind: Target, machine: MachineFile | None, asked_nbytes: int | None, per_node: int
-) -> int:
+def _peak_again(task: _Task) -> int:
     """The highest peak of another simulation."""
-    found = _simulated(task, kind, None, asked_nbytes, with_events=False, ranks_per_node=per_node)
-    return max(_peak_of(each, machine) for each in found)
+    return max(map(task.where.peak_nbytes, _simulated(task, with_events=False)))
 
 
-def _assumed(
-    task: _Task,
-    found: Simulation,
-    kind: Target,
-    machine: MachineFile | None,
-    ranks_per_node: int | None,
-) -> list[str]:
+def _assumed(task: _Task, found: Simulation) -> list[str]:
     """What the plan assumes, in sentences. ``found``: the simulation with the highest peak."""
-    ranks = task.mesh.world_size
+    where, ranks = task.where, task.mesh.world_size
     assumed = [*task.assumed, stands_for_all(task.mesh)]
-    if kind == "cpu" and machine is None:
+    if where.kind == "cpu" and where.machine is None:
         assumed += of_two_memories(_device_peak(found), _peak_of_both(found))
-    if shares_memory(kind, ranks, task.chosen):
-        assumed += on_one_host(ranks, ranks_per_node, task.chosen)
+    if shares_memory(where.kind, ranks, task.chosen):
+        assumed += on_one_host(ranks, where.ranks_per_node, task.chosen)
     return [*assumed, *task.left_out]
-
-
-def _limit(
-    asked_nbytes: int | None, machine: MachineFile | None, communicators: int
-) -> tuple[int | None, list[str]]:
-    """What the peak is compared with, and what is said of it: the limit asked for, or the machine's."""
-    if asked_nbytes is not None or machine is None or machine.device.memory_bytes is None:
-        return asked_nbytes, []
-    limit_nbytes, said = device_memory(machine, communicators)
-    return limit_nbytes, [said]
-
-
-def _enough(source: ModelSource, mesh: Mesh) -> int | None:
-    """See :func:`settled_after`."""
-    return settled_after(source.schedule, source.cut_into or mesh.pipeline, mesh.pipeline)
 
 
 def _first_ranks(mesh: Mesh) -> list[int]:
     """One rank of each pipeline stage."""
     stages = [mesh.coordinate(rank)["pipeline"] for rank in range(mesh.world_size)]
     return [stages.index(stage) for stage in range(mesh.pipeline)]
-
-
-def _peak_of(found: Simulation, machine: MachineFile | None) -> int:
-    """The most bytes that count: on a serial machine device and host are one memory."""
-    is_one_memory = machine is not None and machine.execution == "serial"
-    return _peak_of_both(found) if is_one_memory else _device_peak(found)
 
 
 def _device_peak(found: Simulation) -> int:
@@ -340,20 +319,16 @@ def _stage_needs(found: Simulation, peak_nbytes: int) -> StageNeeds:
     )
 
 
-def _times(
-    of_stages: Sequence[Simulation], machine: MachineFile, settings: Config, batch: Any
-) -> list[StepTime]:
+def _times(of_stages: Sequence[Simulation], machine: MachineFile, task: _Task) -> list[StepTime]:
     """The time of a step, for each pipeline stage."""
-    samples, size = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
+    settings, batch = task.loaded.config, task.source.batch
+    samples = settings.train_batch_size
     assert samples is not None  # computed where it is not given
-    assert size is not None
     ids = batch[0].get("input_ids") if isinstance(batch[0], Mapping) else None
     sequence = of_stages[0].mesh.sequence
     tokens = 0 if ids is None else samples * sequence * (ids.numel() // len(ids))
     count = settings.gradient_accumulation_steps
-    if len(of_stages) > 1:
-        return stage_times(of_stages, machine, samples=samples, tokens=tokens, micro_batches=count)
-    return [step_time(of_stages[0], machine, samples=samples, tokens=tokens, micro_batches=count)]
+    return stage_times(of_stages, machine, samples=samples, tokens=tokens, micro_batches=count)
 
 
 def _cuts_by_itself(settings: Config) -> bool:
@@ -420,55 +395,6 @@ def device_memory(machine: MachineFile, communicators: int) -> tuple[int, str]:
     return round(whole - taken), f"the device has {gib_text(round(whole))}{rest}"
 
 
-def plan_of_largest_batch(
-    model: str,
-    config: Mapping[str, Any] | str | Path,
-    *,
-    ranks: int,
-    length: int | None = None,
-    memory_gib: float | None,
-    machine: MachineFile | None = None,
-    target: Target | None = None,
-    with_events: bool = False,
-    ranks_per_node: int | None = None,
-    audience: Audience = SILENT,
-) -> Plan:
-    """The plan with the largest micro-batch that fits ``memory_gib``; one more sample does not fit.
-
-    Arguments and errors as for :func:`make_plan`. ``audience`` is told of about five simulations.
-
-    Raises:
-        UsageError: there is no limit, one sample does not fit, the model has a batch of its own, or the
-            configuration fixes ``train_batch_size``.
-    """
-    plans: dict[int, Plan] = {}
-
-    def peak_nbytes(samples: int) -> int:
-        if samples not in plans:
-            audience.begins(f"micro-batch {samples}")
-            plans[samples] = make_plan(
-                model, config, ranks=ranks, micro_batch=samples, length=length, memory_gib=memory_gib,
-                machine=machine, target=target, with_events=with_events, ranks_per_node=ranks_per_node,
-            )  # fmt: skip
-            audience.ended(plans[samples])
-        return plans[samples].peak_nbytes
-
-    if (fixed := config_dict(config).get("train_batch_size")) not in (None, "auto"):
-        raise UsageError(
-            f"--batch max tries micro-batches of several sizes, and train_batch_size is {fixed}, which "
-            "allows only its divisors. Leave it out of the configuration."
-        )
-    if memory_gib is None and (machine is None or machine.device.memory_bytes is None):
-        raise UsageError("--batch max is the largest that fits --memory, which is not given.")
-    with explained(model, FACTORY_HINT), lone_rank(0, ranks):
-        refuse_own_batch("--batch max", model_source(model, 1, 1, sharded=False))
-    peak_nbytes(1)
-    limit_nbytes = plans[1].limit_nbytes
-    assert limit_nbytes is not None
-    samples, one_more_nbytes = largest_batch(peak_nbytes, limit_nbytes)
-    return replace(plans[samples], one_more_nbytes=one_more_nbytes)
-
-
 def config_dict(config: Any) -> dict[str, Any]:
     """A configuration or its file as a new dict, with :data:`WITHOUT_EFFECT` for "auto".
 
@@ -492,3 +418,16 @@ def _left_auto(given: Mapping[str, Any]) -> dict[str, float]:
         return found
 
     return {path: number for path, number in WITHOUT_EFFECT.items() if is_auto(value(path))}
+
+
+def limit_of(memory_gib: float) -> int:
+    """Bytes of device memory.
+
+    Raises:
+        UsageError: it is no size of memory.
+    """
+    if not 0 < memory_gib < math.inf:  # also NaN
+        raise UsageError(
+            f"--memory is {memory_gib:g} GiB, which is not a size of memory. Give the GiB of one device."
+        )
+    return int(memory_gib * 2**30)

@@ -1,33 +1,159 @@
-"""Finds the model of a plan, and makes its batch: from a configuration of Transformers or a function."""
+"""Finds the model of a plan: from a configuration of Transformers, or a function of the program."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
-from zeroshard.errors import UsageError
+from zeroshard.errors import UnsupportedError, UsageError, ZeroShardError
 from zeroshard.parallel.cut import pipeline
 from zeroshard.parallel.split import PipelineModel
-from zeroshard.parallel.trial_parts import repeated_blocks
+from zeroshard.parallel.traced_plan import repeated_blocks
+from zeroshard.planner.allocations import LIBRARIES
 from zeroshard.planner.fakes import fake_tensors
-from zeroshard.planner.positions import Positions, most_positions
-from zeroshard.planner.script import ENTRY, script_module
+from zeroshard.planner.planned_batch import token_batch
 from zeroshard.zero import Init
+
+BATCH_HINT = (
+    "If the batch is not of the kind that this model takes, give module:function, which returns the "
+    "model and a batch."
+)
+
+
+FACTORY_HINT = "Correct the function that returns the model; it has no arguments."
+
+
+@contextmanager
+def explained(model: str, hint: str = BATCH_HINT) -> Iterator[None]:
+    """Say what in a model cannot be planned, at which line, and what to do (``hint``).
+
+    Raises:
+        UnsupportedError: an operation needs values or has no fake kernel, or the model raises an error.
+    """
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UnsupportedError(
+            f"{model} cannot be planned: {_line(error)} calls {error.func}, which "
+            "depends on the values of a tensor, and a plan has only shapes. Common causes: "
+            ".item(), .tolist(), bool(tensor), nonzero(), and a boolean mask as an index. Use an "
+            "operation whose result has a fixed shape, such as torch.where, or give module:function, "
+            "which leaves such values out."
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise UnsupportedError(
+            f"{model} cannot be planned: {_line(error)} calls {error.func}, which "
+            "has no fake kernel, so the shape of its result is unknown. "
+            "Register one with torch.library.register_fake."
+        ) from error
+    except ZeroShardError:
+        raise
+    except Exception as error:
+        if isinstance(error.__cause__, ZeroShardError):  # torch's Module.to wraps every error
+            raise UnsupportedError(
+                f"{model} cannot be planned: {_line(error)}: {error.__cause__}"
+            ) from error
+        raise UnsupportedError(
+            f"{model} cannot be planned: {type(error).__name__} at {_line(error)}: "
+            f"{str(error).rstrip('.')}. {hint}"
+        ) from error
+
+
+def _line(error: BaseException) -> str:
+    """The innermost line outside of torch and of this package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith(LIBRARIES):
+            return f"{frame.filename}:{frame.lineno} ({frame.line})"
+    return "a line of torch"
+
+
+ENTRY = "plan_entry"
+"""The function of a script if none is named."""
+
+
+def script_module(script: str, function: str) -> ModuleType:
+    """The script as a module. Its ``__name__`` is not ``"__main__"``; its arguments are empty.
+
+    Raises:
+        UsageError: it cannot be read, defines no such function at its top level (then nothing of it
+            runs), or raises an error.
+    """
+    path = Path(script)
+    try:
+        text, changed = path.read_text(), path.stat().st_mtime_ns
+        tree = ast.parse(text, script)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(f"the script {script} cannot be read: {error}") from error
+    if not any(_defines(node, function) for node in tree.body):
+        raise UsageError(
+            f"the script {script} defines no function {function!r}. A plan does not run a script: it "
+            f"calls {function}(), which takes no arguments and returns the model, or the model and a "
+            "batch. Add it, or name another function as script.py:function."
+        )
+    return _imported(path.resolve(), changed)
+
+
+def _defines(node: ast.stmt, function: str) -> bool:
+    if isinstance(node, ast.FunctionDef):
+        return node.name == function
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        names = [alias.asname or alias.name for alias in node.names]
+    return function in names
+
+
+@cache
+def _imported(path: Path, _changed: int) -> ModuleType:
+    """``_changed``: when the file was changed, so that it is imported anew after an edit."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    folder, arguments = str(path.parent), sys.argv
+    if folder not in sys.path:  # as python does for a script, for what it imports now and later
+        sys.path.insert(0, folder)
+    sys.modules.setdefault(path.stem, module)
+    sys.argv = [str(path)]
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        if sys.modules.get(path.stem) is module:
+            del sys.modules[path.stem]
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        where = f"line {frames[-1].lineno} ({frames[-1].line})" if frames else "its import"
+        raise UsageError(
+            f"the script {path.name} cannot be imported: {type(error).__name__} at {where}: {error} "
+            "A plan imports a script. Put what trains, and what reads arguments, under "
+            'if __name__ == "__main__".'
+        ) from error
+    finally:
+        sys.argv = arguments
+    return module
+
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 """``organization/model``."""
-
-LENGTH = 1024
-"""Tokens of a sample if nothing says how many, and the model has positions for so many."""
-BATCH = "a batch of input_ids and labels of"
-"""How the line of the assumptions begins that tells the batch."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +203,8 @@ def model_source(
     batch = parts.batch
     own_batch = batch is not None
     if not own_batch:
-        batch, said = _token_batch(name, parts, micro_batch, length, sequence)
+        own = parts.first, parts.config, parts.tables
+        batch, said = token_batch(name, *own, micro_batch, length, sequence)
         assumed += (said,)
     pair = batch if isinstance(batch, tuple) else (batch, None)
     first = parts.first
@@ -110,11 +237,7 @@ class _Parts:
 
 
 def _of_function(name: str) -> _Parts:
-    """What a function of the program returns.
-
-    Raises:
-        UsageError: it is not a model, or a model and a batch.
-    """
+    """What a function of the program returns."""
     build = _factory(name)
     with fake_tensors():
         made = build()
@@ -135,11 +258,7 @@ def _of_function(name: str) -> _Parts:
 
 
 def _of_transformers(name: str) -> _Parts:
-    """A model of Transformers, without a batch.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
+    """A model of Transformers, without a batch."""
     config = _configuration(name)
     named = getattr(config, "dtype", None)
     dtype = named or torch.get_default_dtype()
@@ -148,42 +267,8 @@ def _of_transformers(name: str) -> _Parts:
     return _Parts(_transformers(name, config, dtype), None, config, (said,))
 
 
-def _token_batch(
-    name: str, parts: _Parts, micro_batch: int, length: int | None, sequence: int
-) -> tuple[dict[str, Tensor], str]:
-    """A batch of tokens for a model that has none, and a sentence about it.
-
-    ``sequence`` ranks share a sample; the batch has the tokens of one of them.
-
-    Raises:
-        UsageError: the model has no positions for a sample of ``length`` tokens.
-    """
-    positions = most_positions(parts.first, parts.config, length or LENGTH, parts.tables)
-    if positions is not None and length is not None:
-        raise UsageError(_too_long(name, length, positions))
-    own = (length or (LENGTH if positions is None else positions.most)) // sequence
-    ids = torch.empty(micro_batch, own, dtype=torch.long, device="meta")
-    why = "" if positions is None else f"; the model takes no longer samples: {positions.text}"
-    said = f"{BATCH} {micro_batch} x {own} tokens, without attention mask"
-    return {"input_ids": ids, "labels": ids}, said + why
-
-
-def _too_long(name: str, length: int, positions: Positions) -> str:
-    return (
-        f"--seq is {length}, and {name} takes at most {positions.most} tokens of a sample: "
-        f"{positions.text}. Training with longer ones would end with an error in its forward. Give --seq "
-        f"{positions.most} or less"
-        + (f", or a larger {positions.key} if the model is trained from scratch." if positions.key
-           else ", or a model with more positions.")
-    )  # fmt: skip
-
-
 def _batch(name: str, made: Any) -> Any:
-    """The batch of what a function returned; None: it has none.
-
-    Raises:
-        UsageError: it is not a model, or a model and a batch.
-    """
+    """The batch of what a function returned; None: it has none."""
     if not isinstance(made, tuple):
         return None
     if len(made) != 2:

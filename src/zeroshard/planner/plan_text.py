@@ -16,12 +16,11 @@ from rich.table import Table
 from zeroshard.core.hidden import HIDDEN
 from zeroshard.core.sizes import gib, gib_text
 from zeroshard.planner.assumptions import PROCESS_NBYTES
-from zeroshard.planner.candidates import Fit, Judged, StrategyKind
+from zeroshard.planner.candidates import Candidate, Fit, Judged, StrategyKind
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
-from zeroshard.planner.plan import Change, Plan
+from zeroshard.planner.plan import Change, Plan, blocks, timeline
 from zeroshard.planner.simulated import OUTSIDE_STEP, Simulation, highest
 from zeroshard.planner.step_time import StepTime
-from zeroshard.planner.timeline import blocks, timeline
 
 TEXT_MOMENTS = 60
 """Moments of the timeline."""
@@ -42,7 +41,7 @@ def show(plan: Plan, console: Console, *, verbose: bool = False) -> None:
     """Print the plan. ``verbose``: also what is not modelled."""
     for part in _parts(plan, verbose):
         if isinstance(part, str):
-            console.print(escape(part), highlight=False, soft_wrap=True)
+            _say(part, console)
         else:
             _show_table(part, console)
 
@@ -72,60 +71,59 @@ def _table(texts: Sequence[str], numbers: Sequence[str], *, title: str) -> Table
     return table
 
 
+def _say(text: str, console: Console) -> None:
+    """Print a text as it is, in one line."""
+    console.print(escape(text), highlight=False, soft_wrap=True)
+
+
 def show_fit(fit: Fit, console: Console, *, verbose: bool = False) -> None:
     """Print the result of a search: the configuration, why others lost, and the plan."""
     limit = fit.plan.limit_nbytes
     assert limit is not None  # a search has one
     if fit.chosen is None:
         over = fit.plan.peak_nbytes - limit
-        console.print(
+        _say(
             f"nothing fits {gib_text(limit)}: the smallest of {fit.count} configurations needs "
             f"{gib_text(fit.plan.peak_nbytes)}, {gib_text(over)} too much. Use more ranks or "
             "shorter samples.",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            console,
+        )
     else:
-        console.print(f"{fit.chosen.text}\n", highlight=False, soft_wrap=True)
-        console.print_json(json.dumps(fit.shown_config))
-        if HIDDEN in json.dumps(fit.shown_config):
-            console.print(f"write your secrets in place of {HIDDEN}\n", highlight=False)
-        if fit.chosen.checkpointing:
-            console.print(
-                "and in the program: model.gradient_checkpointing_enable() (Trainer: "
-                "gradient_checkpointing=True)\n",
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
-        if fit.split:
-            console.print(
-                escape(
-                    "and in the program: model = zeroshard.parallel.pipeline(model, "
-                    f"split={list(fit.split)!r}), and engine.train_batch(...) for each step\n"
-                ),
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
-    table = _best_of_kinds(fit)
-    _show_table(table, console)
-    if fit.larger is not None:
-        larger = fit.larger
-        console.print(
-            f"micro-batch {larger.candidate.micro_batch} {larger.why} "
-            f"({gib_text(larger.peak_nbytes or 0)})",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        _show_chosen(fit, fit.chosen, console)
+    _show_table(_best_of_kinds(fit), console)
+    if (larger := fit.larger) is not None:
+        size, peak = larger.candidate.micro_batch, gib_text(larger.peak_nbytes or 0)
+        _say(f"micro-batch {size} {larger.why} ({peak})", console)
     for sizes, why in fit.refused.items():
-        console.print(
-            escape(f"{sizes.text} is not possible: {why}"), highlight=False, soft_wrap=True
-        )
+        _say(f"{sizes.text} is not possible: {why}", console)
     for why, kinds in _left_out(fit).items():
-        console.print(
-            escape(f"not simulated: {'; '.join(kinds)}: {why}"), highlight=False, soft_wrap=True
-        )
-    console.print(
+        _say(f"not simulated: {'; '.join(kinds)}: {why}", console)
+    _say(
         f"{fit.count} configurations by {fit.simulations} simulations; --json has why each was not "
         f"chosen. {fit.order}\n",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        console,
+    )
     show(fit.plan, console, verbose=verbose)
+
+
+def _show_chosen(fit: Fit, chosen: Candidate, console: Console) -> None:
+    """Print the configuration, and what it needs of the program."""
+    _say(f"{chosen.text}\n", console)
+    console.print_json(json.dumps(fit.shown_config))
+    if HIDDEN in json.dumps(fit.shown_config):
+        _say(f"write your secrets in place of {HIDDEN}\n", console)
+    if chosen.checkpointing:
+        _say(
+            "and in the program: model.gradient_checkpointing_enable() (Trainer: "
+            "gradient_checkpointing=True)\n",
+            console,
+        )
+    if fit.split:
+        _say(
+            "and in the program: model = zeroshard.parallel.pipeline(model, "
+            f"split={list(fit.split)!r}), and engine.train_batch(...) for each step\n",
+            console,
+        )
 
 
 def _best_of_kinds(fit: Fit) -> Table:

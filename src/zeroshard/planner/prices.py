@@ -3,27 +3,78 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from zeroshard.config.machine_file import Values, rate_at
 from zeroshard.core.tiers import Tier
-from zeroshard.planner.step_log import MESSAGE, Begun
-from zeroshard.planner.updated import Updated
-from zeroshard.planner.work import Work
+from zeroshard.engine.engine import Engine
+from zeroshard.planner.step_log import MESSAGE, Begun, Work, along
+
+
+@dataclass(frozen=True)
+class Updated:
+    """Bytes that the update of a rank reads and writes in a step, and those that offload moves.
+
+    ``nbytes``: gradients (read; twice if their norm is measured), states, masters and parameters (read
+    and written). ``tier``: of the optimizer state, where the update runs. ``gradient_nbytes`` and
+    ``param_nbytes``: that leave the device for it, and come back. ``state_nbytes``: of states and
+    masters.
+    """
+
+    nbytes: int
+    tier: str
+    gradient_nbytes: int
+    param_nbytes: int
+    state_nbytes: int
+
+
+def updated_by(engine: Engine) -> Updated:
+    """What the update of this rank moves. Optimizer state must exist: take a step before."""
+    rows = engine.memory_report().rows
+    kept = [row for row in rows if row.category in ("master", "optimizer")]
+    state = sum(row.measured for row in kept)
+    has_master = any(row.category == "master" and row.measured for row in rows)
+    tiers = [row.tier for row in kept if row.measured] or [Tier.DEVICE.name]
+    params = grads = 0
+    for unit in engine.runtime.units:
+        if unit.trainable:
+            whole = not engine.runtime.stage.shards_optimizer
+            numel = unit.layout.full_numel if whole else unit.layout.shard_numel
+            params += numel * unit.row.param.itemsize
+            grads += numel * unit.row.reduce.itemsize
+    passes = 2 if engine.settings.zero_optimization.compute_grad_norm else 1
+    nbytes = 2 * state + passes * grads + (1 if has_master else 2) * params
+    return Updated(nbytes, tiers[-1], grads, params, state)
+
 
 _CURVES = {"reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
 """The rate that a collective takes; all others take that of "all_gather"."""
 
 
-class Grown(Protocol):
-    """What a step that was logged does with another micro-batch."""
+@dataclass(frozen=True)
+class Grown:
+    """What a step that was logged does with another micro-batch, on lines through it and a larger one.
 
-    def work(self, low: Work, /) -> Work:
+    ``works``: by operation, that of the larger one. ``layers``: by the bytes of what grows. ``part``: 0
+    with the micro-batch that was logged, 1 with the larger one.
+    """
+
+    works: Mapping[Work, Work]
+    layers: Mapping[int, int]
+    part: float
+
+    def work(self, low: Work) -> Work:
         """An operation."""
+        high = self.works.get(low)
+        return low if high is None else along(low, high, self.part)
 
-    def nbytes(self, begun: Begun, /) -> int:
+    def nbytes(self, begun: Begun) -> int:
         """The whole tensor of a collective."""
+        low = begun.nbytes
+        if not begun.grows:
+            return low
+        return max(0, round(low + self.part * (self.layers.get(low, low) - low)))
 
 
 class Prices:

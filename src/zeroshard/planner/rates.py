@@ -29,9 +29,8 @@ from zeroshard.comm.connect import make_comm
 from zeroshard.comm.env import current_rank_info
 from zeroshard.config.machine_file import rate_at
 from zeroshard.engine.engine import Engine
-from zeroshard.planner.prices import sent_part
-from zeroshard.planner.updated import updated_by
-from zeroshard.planner.work import attention_backward_flop, attention_flop
+from zeroshard.planner.prices import sent_part, updated_by
+from zeroshard.planner.step_log import attention_backward_flop, attention_flop
 from zeroshard.run.cgroup import read_rss_nbytes
 from zeroshard.session.join import init_distributed
 

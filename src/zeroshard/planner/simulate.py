@@ -36,18 +36,20 @@ from zeroshard.metrics.step_report import OUTSIDE
 from zeroshard.parallel.pipeline_stage import Boundary
 from zeroshard.parallel.schedules import SCHEDULES, idle, live
 from zeroshard.parallel.split import PipelineModel
-from zeroshard.planner.allocations import Allocations
-from zeroshard.planner.boundaries import stage_inputs
-from zeroshard.planner.checkpoint_phases import checkpoint_phases
-from zeroshard.planner.expert_needs import shared_layers
-from zeroshard.planner.fakes import fake_tensors
+from zeroshard.planner.allocations import Allocations, Places
+from zeroshard.planner.assumptions import shared_layers
+from zeroshard.planner.checkpoint_phases import CheckpointNeeds, checkpoint_phases
+from zeroshard.planner.fakes import (
+    as_cut,
+    fake_tensors,
+    rows_as_in,
+    sequence_attention,
+    stage_inputs,
+)
 from zeroshard.planner.gpu_kernels import Target, kernels_of
-from zeroshard.planner.packed_rows import rows_as_in
-from zeroshard.planner.places import Places
-from zeroshard.planner.sequence_ranks import as_cut, sequence_attention
+from zeroshard.planner.prices import updated_by
 from zeroshard.planner.simulated import Simulation, Traffic, highest
 from zeroshard.planner.step_log import StepLog
-from zeroshard.planner.updated import updated_by
 from zeroshard.precision.policy import policy_from
 
 _KINDS: Mapping[str, frozenset[str]] = {
@@ -130,11 +132,11 @@ def simulate(
             model = build()
         # What zero.Init holds of a transport is not counted.
         with contextlib.closing(_engine(model, config, mesh, plan, ranks_per_node)) as engine:
-            watch.buffers_nbytes = _buffers_of(engine)
             _expect(engine, arriving)
-            step = _stepper(engine, model, inputs, labels, loss_fn, watch, log)
-            found = _last_step(engine, model, step, steps, watch, log, with_events=with_events)
-            return _and_checkpoint(engine, watch, found) if with_checkpoint else found
+            trained = _Trained(engine, model, watch, log)
+            step = trained.stepper(inputs, labels, loss_fn)
+            found = trained.last_step(step, steps, with_events=with_events)
+            return trained.and_checkpoint(found) if with_checkpoint else found
 
 
 @contextlib.contextmanager
@@ -174,13 +176,6 @@ def _engine(
         return Engine(model, config=config, mesh=mesh, plan=plan, device="cpu")
 
 
-def _and_checkpoint(engine: Engine, watch: Allocations, found: Simulation) -> Simulation:
-    watch.looked = None  # the step is over
-    needs = checkpoint_phases(engine, watch)
-    together = dict(watch.together)
-    return replace(found, moments=dict(watch.moments), together=together, checkpoint=needs)
-
-
 def observe(
     build: Callable[[], nn.Module],
     config: Mapping[str, Any],
@@ -210,12 +205,11 @@ def observe(
         model = build()
         chosen = {"transport": "p2p", **config}
         with contextlib.closing(Engine(model, config=chosen)) as engine:
-            watch.buffers_nbytes = _buffers_of(engine)
             log.calls.reductions = {
                 c.group_name for c in engine._watch.comms if isinstance(c, GlooComm)
             }
-            step = _stepper(engine, model, inputs, labels, loss_fn, watch, log)
-            found = _last_step(engine, model, step, steps, watch, log)
+            trained = _Trained(engine, model, watch, log)
+            found = trained.last_step(trained.stepper(inputs, labels, loss_fn), steps)
             if not directory:
                 return found
             watch.looked = None
@@ -225,39 +219,7 @@ def observe(
             watch.phase = "load"
             watch.look("a load")
             engine.load_checkpoint(directory)
-            return replace(found, moments=dict(watch.moments), together=dict(watch.together))
-
-
-def _buffers_of(engine: Engine) -> Callable[[], int]:
-    """What transports hold in tensors of torch; windows of shared memory are no such tensors."""
-    comms = [c for c in engine._watch.comms if not isinstance(c, (ShmComm, PlannedShm))]
-    return lambda: sum(getattr(comm, "scratch_nbytes", 0) for comm in comms)
-
-
-def _last_step(
-    engine: Engine,
-    model: nn.Module,
-    step: Callable[[], None],
-    steps: int,
-    watch: Allocations,
-    log: StepLog,
-    *,
-    with_events: bool = False,
-) -> Simulation:
-    """Take ``steps`` steps and measure the last one."""
-    before = 0, 0
-    for last in reversed(range(steps)):
-        if not last:
-            _begin(engine, watch, log)
-            before = _swapped(engine)
-            log.begin_memory(watch)
-            log.begin_order([c for c in engine._watch.comms if isinstance(c, RecordedComm)])
-            if with_events:
-                links, comms = engine._watch.pipeline, engine._watch.comms
-                messages = None if links is None else links.messages
-                log.begin([c for c in comms if isinstance(c, RecordedComm)], watch, messages)
-        step()
-    return _result(engine, model, watch, log, before)
+            return trained.with_peaks(found)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -274,79 +236,150 @@ def _fake_like(tensor: Tensor) -> Tensor:
     return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
 
-def _stepper(
-    engine: Engine,
-    model: nn.Module,
-    inputs: Any,
-    labels: Any,
-    loss_fn: Callable[[Any, Any], Tensor] | None,
-    watch: Allocations,
-    log: StepLog,
-) -> Callable[[], None]:
-    """A function that takes one optimizer step and says which phase runs."""
-    count = engine.accumulation.steps
-    if isinstance(model, PipelineModel):
-        _tell_phases(engine, watch, log)
+class _Trained:
+    """An engine whose steps are measured by ``watch`` and ``log``."""
 
-        def whole() -> None:
-            watch.phase = "forward"
-            named = labels is None and isinstance(inputs, Mapping)
-            fed = as_cut(inputs, engine.mesh) if named else (inputs, labels)
-            engine.train_batch(iter([fed] * count))
+    def __init__(self, engine: Engine, model: nn.Module, watch: Allocations, log: StepLog) -> None:
+        self.engine, self.model, self.watch, self.log = engine, model, watch, log
+        # What transports hold in tensors of torch; windows of shared memory are no such tensors.
+        comms = [c for c in engine._watch.comms if not isinstance(c, (ShmComm, PlannedShm))]
+        watch.buffers_nbytes = lambda: sum(getattr(c, "scratch_nbytes", 0) for c in comms)
 
-        return whole
-    if loss_fn is None:
-        raise UsageError(
-            "simulate() needs loss_fn=, which computes the loss from the model's output and the labels "
-            "of the batch. Only a pipeline has one of its own."
+    def stepper(
+        self, inputs: Any, labels: Any, loss_fn: Callable[[Any, Any], Tensor] | None
+    ) -> Callable[[], None]:
+        """A function that takes one optimizer step and says which phase runs."""
+        engine, count = self.engine, self.engine.accumulation.steps
+        if isinstance(self.model, PipelineModel):
+            self._tell_phases()
+
+            def whole() -> None:
+                self.watch.phase = "forward"
+                named = labels is None and isinstance(inputs, Mapping)
+                fed = as_cut(inputs, engine.mesh) if named else (inputs, labels)
+                engine.train_batch(iter([fed] * count))
+
+            return whole
+        if loss_fn is None:
+            raise UsageError(
+                "simulate() needs loss_fn=, which computes the loss from the model's output and the "
+                "labels of the batch. Only a pipeline has one of its own."
+            )
+        by_name = dict(inputs) if isinstance(inputs, Mapping) else {}
+        by_place = () if by_name else inputs if isinstance(inputs, tuple) else (inputs,)
+
+        def step() -> None:
+            for _ in range(count):
+                self._enter("forward")
+                loss = loss_fn(engine(*by_place, **by_name), labels)
+                self._enter("backward")
+                engine.backward(loss)
+                self._enter("step")
+                engine.step()
+
+        return step
+
+    def _enter(self, phase: str) -> None:
+        self.watch.phase = phase
+        if phase == "forward":
+            self.log.begin_micro_batch()
+        elif phase == "backward":
+            self.log.begin_backward(self.engine.runtime.units)
+
+    def _tell_phases(self) -> None:
+        """Let train_batch() say which phase runs. What is between two of them is of the first."""
+
+        def told(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                self._enter(phase)
+                return call(*args, **kwargs)
+
+            return run
+
+        runner = self.engine._pipeline
+        if runner is None:
+            for phase in ("forward", "backward", "step"):
+                vars(self.engine)[phase] = told(phase, getattr(self.engine, phase))
+            return
+        for stage in runner.stages:
+            stage._run = told("forward", stage._run)
+            stage._run_backward = told("backward", stage._run_backward)
+        schedule = runner.train
+
+        def train(*args: Any) -> Tensor:
+            loss = schedule(*args)
+            self.watch.phase = "step"
+            return loss
+
+        vars(runner)["train"] = train
+
+    def last_step(
+        self, step: Callable[[], None], steps: int, *, with_events: bool = False
+    ) -> Simulation:
+        """Take ``steps`` steps and measure the last one."""
+        for _ in range(steps - 1):
+            step()
+        engine, log = self.engine, self.log
+        gc.collect()
+        self.watch.measure(engine.runtime.ledger, Places(engine.module))
+        log.calls.clear()
+        log.starts.clear()
+        log.kept.clear()
+        for recorder in engine._watch.recorders:
+            recorder.reset_traffic()
+        before = _swapped(engine)
+        comms = [c for c in engine._watch.comms if isinstance(c, RecordedComm)]
+        log.begin_memory(self.watch)
+        log.begin_order(comms)
+        if with_events:
+            links = engine._watch.pipeline
+            log.begin(comms, self.watch, None if links is None else links.messages)
+        step()
+        return self._result(before)
+
+    def and_checkpoint(self, found: Simulation) -> Simulation:
+        """Also with what saving and loading need. Afterwards the engine can only be closed."""
+        self.watch.looked = None  # the step is over
+        return self.with_peaks(found, checkpoint_phases(self.engine, self.watch))
+
+    def with_peaks(
+        self, found: Simulation, checkpoint: CheckpointNeeds | None = None
+    ) -> Simulation:
+        """With the peaks of phases after the step."""
+        moments, together = dict(self.watch.moments), dict(self.watch.together)
+        return replace(found, moments=moments, together=together, checkpoint=checkpoint)
+
+    def _result(self, before: tuple[int, int]) -> Simulation:
+        engine, watch, log = self.engine, self.watch, self.log
+        mesh, rank = engine.mesh, engine.global_rank
+        bubble, in_flight = _schedule_of(self.model, mesh, rank, engine.accumulation.steps)
+        read, written = _swapped(engine)
+        return Simulation(
+            mesh,
+            rank,
+            sum(unit.layout.params_numel for unit in engine.runtime.units),
+            tuple(row for row in engine.memory_report().rows if row.category not in OUTSIDE),
+            watch.activations_nbytes,
+            watch.peak_nbytes,
+            tuple(_traffic(engine, log.calls)),
+            tuple(log.calls.messages),
+            bubble,
+            in_flight,
+            dict(watch.moments),
+            tuple(watch.largest(highest(watch.moments)[1], LARGEST)),
+            tuple(unit.name for unit in engine.runtime.units),
+            tuple(log.events),
+            updated_by(engine),
+            _communicators(engine),
+            engine.runtime.stores.file_nbytes,
+            (read - before[0], written - before[1]),
+            dict(watch.together),
+            run_of(engine, _activations(watch)),
+            tuple(log.starts),
+            kept=tuple(unit.name for unit in engine.runtime.units if unit.name in log.kept),
+            histories=log.histories(),
+            experts=shared_layers(self.model, mesh, rank),
         )
-    by_name = dict(inputs) if isinstance(inputs, Mapping) else {}
-    by_place = () if by_name else inputs if isinstance(inputs, tuple) else (inputs,)
-
-    def step() -> None:
-        for _ in range(count):
-            watch.phase = "forward"
-            log.begin_micro_batch()
-            loss = loss_fn(engine(*by_place, **by_name), labels)
-            watch.phase = "backward"
-            log.begin_backward(engine.runtime.units)
-            engine.backward(loss)
-            watch.phase = "step"
-            engine.step()
-
-    return step
-
-
-def _tell_phases(engine: Engine, watch: Allocations, log: StepLog) -> None:
-    """Let train_batch() say which phase runs. What is between two of them is of the first."""
-
-    def told(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            watch.phase = phase
-            if phase == "forward":
-                log.begin_micro_batch()
-            elif phase == "backward":
-                log.begin_backward(engine.runtime.units)
-            return call(*args, **kwargs)
-
-        return run
-
-    runner = engine._pipeline
-    if runner is None:
-        for phase in ("forward", "backward", "step"):
-            vars(engine)[phase] = told(phase, getattr(engine, phase))
-        return
-    for stage in runner.stages:
-        stage._run = told("forward", stage._run)
-        stage._run_backward = told("backward", stage._run_backward)
-    schedule = runner.train
-
-    def train(*args: Any) -> Tensor:
-        loss = schedule(*args)
-        watch.phase = "step"
-        return loss
-
-    vars(runner)["train"] = train
 
 
 def _expect(engine: Engine, arriving: Mapping[int, Sequence[Boundary]]) -> None:
@@ -356,57 +389,12 @@ def _expect(engine: Engine, arriving: Mapping[int, Sequence[Boundary]]) -> None:
             stage.known_inputs = list(arriving.get(stage.stage_index, ()))
 
 
-def _begin(engine: Engine, watch: Allocations, log: StepLog) -> None:
-    """Measure from now on."""
-    gc.collect()
-    watch.measure(engine.runtime.ledger, Places(engine.module))
-    log.calls.clear()
-    log.starts.clear()
-    log.kept.clear()
-    for recorder in engine._watch.recorders:
-        recorder.reset_traffic()
-
-
 def _swapped(engine: Engine) -> tuple[int, int]:
     """Bytes read from swap files and written, until now."""
     for file in engine.runtime.stores.files:
         file.drain()
     moved = engine.runtime.stores.moved_nbytes
     return moved["read_nbytes"], moved["written_nbytes"]
-
-
-def _result(
-    engine: Engine, model: nn.Module, watch: Allocations, log: StepLog, before: tuple[int, int]
-) -> Simulation:
-    mesh, rank = engine.mesh, engine.global_rank
-    bubble, in_flight = _schedule_of(model, mesh, rank, engine.accumulation.steps)
-    read, written = _swapped(engine)
-    return Simulation(
-        mesh,
-        rank,
-        sum(unit.layout.params_numel for unit in engine.runtime.units),
-        tuple(row for row in engine.memory_report().rows if row.category not in OUTSIDE),
-        watch.activations_nbytes,
-        watch.peak_nbytes,
-        tuple(_traffic(engine, log.calls)),
-        tuple(log.calls.messages),
-        bubble,
-        in_flight,
-        dict(watch.moments),
-        tuple(watch.largest(highest(watch.moments)[1], LARGEST)),
-        tuple(unit.name for unit in engine.runtime.units),
-        tuple(log.events),
-        updated_by(engine),
-        _communicators(engine),
-        engine.runtime.stores.file_nbytes,
-        (read - before[0], written - before[1]),
-        dict(watch.together),
-        run_of(engine, _activations(watch)),
-        tuple(log.starts),
-        kept=tuple(unit.name for unit in engine.runtime.units if unit.name in log.kept),
-        histories=log.histories(),
-        experts=shared_layers(model, mesh, rank),
-    )
 
 
 def _activations(watch: Allocations) -> int:

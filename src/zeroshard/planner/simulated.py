@@ -11,10 +11,10 @@ from zeroshard.engine.remedies import Run
 from zeroshard.errors import UsageError
 from zeroshard.metrics.step_report import MemoryRow
 from zeroshard.planner.allocations import Holding, Moment
+from zeroshard.planner.assumptions import SharedLayers
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds
-from zeroshard.planner.expert_needs import SharedLayers
+from zeroshard.planner.prices import Updated
 from zeroshard.planner.step_log import StepEvent
-from zeroshard.planner.updated import Updated
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,23 +12,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from zeroshard.config.machine_file import MachineFile, Source, Values
 from zeroshard.core.tiers import Tier
-from zeroshard.planner.pipeline_schedule import (
+from zeroshard.planner.prices import Grown, Prices, Updated
+from zeroshard.planner.schedule import (
     MESSAGES,
     Arrival,
-    JointStart,
-    Send,
-    StageStep,
-    pipeline_timing,
-)
-from zeroshard.planner.prices import Grown, Prices
-from zeroshard.planner.schedule import (
     BusySpan,
     Compute,
     Event,
+    Send,
+    StageStep,
     Start,
     StreamWait,
     Timing,
@@ -37,7 +33,6 @@ from zeroshard.planner.schedule import (
 )
 from zeroshard.planner.simulated import Simulation
 from zeroshard.planner.step_log import MESSAGE, Begun, Ended, Operation, StepEvent
-from zeroshard.planner.updated import Updated
 
 BANDS: Mapping[bool, float] = {True: 0.2, False: 0.4}
 """How far the total may be off, as a fraction: if every number was measured, and otherwise."""
@@ -137,41 +132,6 @@ class StepTime:
         }  # fmt: skip
 
 
-def step_time(
-    found: Simulation,
-    machine: MachineFile,
-    *,
-    samples: int,
-    tokens: int,
-    micro_batches: int | None = None,
-) -> StepTime:
-    """The seconds of the step that was simulated with its events.
-
-    ``micro_batches``: of the step; None: as many as were simulated. Where two were, another number is
-    on a line: a step with the first one twice is timed, and the difference added or taken away.
-
-    Raises:
-        UsageError: the machine file lacks a number that the step needs.
-    """
-    serial = machine.execution == "serial"
-    own, starts = found.events, found.starts
-    count = len(starts) if micro_batches is None else micro_batches
-    price = Prices(Values(machine), found.mesh.world_size)
-    pairs = list(_priced(own, found.updated, price))
-    taken, spans = timing([priced for _, priced in pairs], serial=serial)
-    kinds_s = price.kinds_s
-    if len(starts) == 2 and count != 2:
-        more = Prices(price.values, found.mesh.world_size)
-        longer = _priced((*own[: starts[1]], *own), found.updated, more)
-        one_more, _ = timing([priced for _, priced in longer], serial=serial)
-        taken = extended(taken, one_more, count - 2)
-        kinds_s = _on(kinds_s, more.kinds_s, count - 2)
-    return StepTime(
-        machine.name, serial, taken, price.update_s(found.updated), kinds_s, samples, tokens,
-        price.values.used, [(event, span) for (event, _), span in zip(pairs, spans, strict=True)],
-    )  # fmt: skip
-
-
 def stage_times(
     stages: Sequence[Simulation],
     machine: MachineFile,
@@ -180,37 +140,44 @@ def stage_times(
     tokens: int,
     micro_batches: int | None = None,
 ) -> list[StepTime]:
-    """The seconds of a step of a pipeline, for one rank of each stage, simulated with its events.
+    """The seconds of a step that was simulated with its events: of one rank of each pipeline stage.
 
-    All have the same total: a step ends when that of the last stage does. ``micro_batches``: of the
-    step; None: as many as were simulated. Another number is on a line: a step with one more is timed,
-    and the difference added or taken away. It needs the schedule 1F1B (:func:`_with_one_more`).
+    Without a pipeline there is one. All have the same total: a step ends when that of the last stage
+    does. ``micro_batches``: of the step; None: as many as were simulated. Another number is on a line: a
+    step with one more is timed, and the difference added or taken away. Of a pipeline it needs the
+    schedule 1F1B (:func:`_with_one_more`).
 
     Raises:
         UsageError: the machine file lacks a number that the step needs.
     """
     values = Values(machine)
-    prices = [Prices(values, found.mesh.world_size) for found in stages]
-    every = _priced_stages(stages, prices)
     serial = machine.execution == "serial"
-    timed = pipeline_timing([[each for _, each in pairs] for pairs in every], serial=serial)
-    taken = [own for own, _ in timed]
-    kinds = [price.kinds_s for price in prices]
+
+    def timed(chosen: Sequence[Simulation]) -> tuple[list[Prices], list[_Priced], list[_Timed]]:
+        prices = [Prices(values, found.mesh.world_size) for found in chosen]
+        every = _priced_stages(chosen, prices)
+        return (
+            prices,
+            every,
+            timing([[each for _, each in pairs] for pairs in every], serial=serial),
+        )
+
+    prices, every, found = timed(stages)
+    taken = [own for own, _ in found]
+    kinds: list[dict[str, float]] = [price.kinds_s for price in prices]
     added = 0 if micro_batches is None else micro_batches - _forwards(stages)
     if added:
-        more = [Prices(values, found.mesh.world_size) for found in stages]
-        longer = _priced_stages(list(map(_with_one_more, stages)), more)
-        later = pipeline_timing([[e for _, e in pairs] for pairs in longer], serial=serial)
+        more, _, later = timed(list(map(_with_one_more, stages)))
         taken = [extended(own, after, added) for own, (after, _) in zip(taken, later, strict=True)]
         kinds = [_on(own, price.kinds_s, added) for own, price in zip(kinds, more, strict=True)]
     return [
         StepTime(
-            machine.name, serial, own, price.update_s(found.updated), of_kinds, samples, tokens,
+            machine.name, serial, own, price.update_s(stage.updated), of_kinds, samples, tokens,
             values.used, [(event, span) for (event, _), span in zip(pairs, spans, strict=True)],
             len(stages),
         )
-        for found, price, own, of_kinds, pairs, (_, spans) in zip(
-            stages, prices, taken, kinds, every, timed, strict=True
+        for stage, price, own, of_kinds, pairs, (_, spans) in zip(
+            stages, prices, taken, kinds, every, found, strict=True
         )
     ]  # fmt: skip
 
@@ -235,7 +202,7 @@ def stage_seconds(
     def total_s(chosen: Sequence[Simulation]) -> float:
         every = _priced_stages(chosen, prices)
         events = [list(stretched(each for _, each in pairs)) for pairs in every]
-        return pipeline_timing(events, serial=machine.execution == "serial")[0][0].total_s
+        return timing(events, serial=machine.execution == "serial")[0][0].total_s
 
     once_s, added = total_s(stages), micro_batches - _forwards(stages)
     if not added:
@@ -249,42 +216,15 @@ def _forwards(stages: Sequence[Simulation]) -> int:
 
 
 def _with_one_more(found: Simulation) -> Simulation:
-    """A step of 1F1B with one more micro-batch: what is between two forwards of the steady part again.
+    """A step with one more micro-batch: what is between two forwards of the steady part of 1F1B again.
 
-    This is one forward and one backward on every rank, with as many messages.
+    This is one forward and one backward on every rank, with as many messages. Without a pipeline it is
+    the first micro-batch.
     """
     at = found.mesh.pipeline - 1 - found.mesh.coordinate(found.rank)["pipeline"]
     begin, end = found.starts[at : at + 2]
     events = found.events
     return replace(found, events=(*events[:end], *events[begin:]))
-
-
-def step_seconds(
-    found: Simulation,
-    machine: MachineFile,
-    *,
-    micro_batches: int,
-    grown: Grown | None,
-) -> float:
-    """``step_time(...).total_s``, for a search that asks often.
-
-    ``grown``: what the simulated step does with another micro-batch, which is timed; None: the same.
-
-    Raises:
-        UsageError: the machine file lacks a number that the step needs.
-    """
-    serial = machine.execution == "serial"
-    own, starts = found.events, found.starts
-    price = Prices(Values(machine), found.mesh.world_size, grown)
-
-    def total_s(chosen: Sequence[StepEvent]) -> float:
-        priced = (event for _, event in _priced(chosen, found.updated, price))
-        return timing(list(stretched(priced)), serial=serial)[0].total_s
-
-    once_s = total_s(own)
-    if len(starts) != 2 or micro_batches == 2:
-        return once_s
-    return once_s + (micro_batches - 2) * (total_s((*own[: starts[1]], *own)) - once_s)
 
 
 def extended(before: Timing, after: Timing, times: int) -> Timing:
@@ -337,18 +277,18 @@ def _update_rate(events: Sequence[StepEvent], updated: Updated, price: Prices) -
     return price.update_s(updated) / whole if whole else 0.0
 
 
+_Priced: TypeAlias = list[tuple[StepEvent | None, StageStep]]
+_Timed: TypeAlias = tuple[Timing, Sequence[BusySpan]]
 _NUMBER = re.compile(r"micro-batch \d+")
 
 
-def _priced_stages(
-    stages: Sequence[Simulation], prices: Sequence[Prices]
-) -> list[list[tuple[StepEvent | None, StageStep]]]:
-    """The events of one rank of each pipeline stage with their seconds."""
+def _priced_stages(stages: Sequence[Simulation], prices: Sequence[Prices]) -> list[_Priced]:
+    """The events of one rank of each pipeline stage with their seconds; of one rank, as it is alone."""
+    every = list(zip(stages, prices, strict=True))
+    if len(every) == 1:
+        return [list(_priced(found.events, found.updated, price)) for found, price in every]
     shown = frozenset(found.rank for found in stages)
-    return [
-        list(_priced_stage(found, price, shown))
-        for found, price in zip(stages, prices, strict=True)
-    ]
+    return [list(_priced_stage(found, price, shown)) for found, price in every]
 
 
 def _priced_stage(
@@ -369,13 +309,9 @@ def _priced_stage(
             else:
                 key = _NUMBER.sub("", event.key)
                 yield event, Send(key, priced.seconds, priced.host_s)
-        elif isinstance(event, Begun) and len(shown.intersection(event.ranks)) > 1:
+        elif isinstance(event, Begun) and (members := len(shown.intersection(event.ranks))) > 1:
             assert isinstance(priced, Start)
-            members = len(shown.intersection(event.ranks))
-            yield (
-                event,
-                JointStart(event.key, priced.stream, priced.seconds, members, priced.host_s),
-            )
+            yield event, replace(priced, members=members)
         elif isinstance(event, Ended) and event.key in messages:
             receives, seconds = messages[event.key]
             key = _NUMBER.sub("", event.key)

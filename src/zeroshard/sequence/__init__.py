@@ -7,12 +7,16 @@ For ZeRO the ranks of a sequence group hold equal parameters and are part of the
 
 from __future__ import annotations
 
-from zeroshard.sequence.attention import DistributedAttention
-from zeroshard.sequence.loss import mean_over_tokens
+from zeroshard.sequence.all_to_all import mean_over_tokens
+from zeroshard.sequence.attention import (
+    DistributedAttention,
+    SequenceAttention,
+    register,
+    unregister,
+)
 from zeroshard.sequence.split_batches import SequenceLoader, split_batch
 from zeroshard.sequence.tiled import TiledMLP, sequence_tiled_compute
 from zeroshard.sequence.token_positions import samples_begin_at_ranks
-from zeroshard.sequence.transformers_attention import SequenceAttention, register, unregister
 
 __all__ = [
     "DistributedAttention",

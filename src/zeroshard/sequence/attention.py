@@ -1,8 +1,15 @@
-"""Attention of a program's own model over tokens that ranks share. For letters see :mod:`.all_to_all`."""
+"""Attention over tokens that ranks share: of a program's own model, and of Transformers models.
+
+Transformers looks up the function of an attention by name, in one table for all models. The function that
+is replaced there exchanges tokens and heads around the one that was there before. For letters see
+:mod:`.all_to_all`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,8 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.comm.layer_calls import announce, is_real_cpu, ranks_of
-from zeroshard.errors import UsageError
-from zeroshard.sequence.all_to_all import all_to_all, check_heads, gathered
+from zeroshard.core.model_config import text_config
+from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.sequence.all_to_all import (
+    all_to_all,
+    check_heads,
+    gathered,
+    heads_to_tokens,
+    tokens_to_heads,
+)
+from zeroshard.sequence.token_positions import PositionExchange
 
 
 class DistributedAttention(nn.Module):
@@ -110,3 +125,180 @@ class DistributedAttention(nn.Module):
                     "Ranks that share a sequence have equally many of its tokens: pad it to a multiple "
                     "of the ranks, and choose samples by engine.dp_rank."
                 )
+
+
+WITHOUT_POSITIONS = frozenset({"sdpa"})
+"""Implementations that get a mask where others find packed samples and windows by themselves."""
+
+
+class SequenceAttention:
+    """Attention over the sequence ranks in ``group``, by the function ``core`` named ``name``.
+
+    It is called as Transformers calls it: query ``[B, H, t, D]``, key and value ``[B, K, t, D]``, and
+    returns ``[B, t, H, D]``. ``off_in_eval``: modules in eval mode get whole sequences, which ``core``
+    computes alone. ``num_tokens``: those of a whole sequence, if it is always the same.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        core: Callable[..., tuple[Tensor, Any]],
+        group: dist.ProcessGroup,
+        *,
+        off_in_eval: bool = False,
+        num_tokens: int | None = None,
+    ) -> None:
+        self.name, self.core, self.group = name, core, group
+        self.off_in_eval, self.num_tokens = off_in_eval, num_tokens
+        self.positions = PositionExchange(group)
+        announce(group)
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """As Transformers' functions. The attention weights in the result are those of ``core``, or None.
+
+        Raises:
+            UsageError: on every rank of the group: heads or tokens do not fit, or positions are missing.
+        """
+        alone = query.device.type == "meta" or (self.off_in_eval and not module.training)
+        if alone or not ranks_of(self.group):  # on the meta device only shapes are asked for
+            return self.core(module, query, key, value, attention_mask, *args, **kwargs)
+        size = self.group.size()
+        copies = check_heads(query.shape[1], key.shape[1], size)
+        self._check_length(query.shape[2] * size)
+        is_causal = kwargs.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        ids, window = kwargs.get("position_ids"), kwargs.get("sliding_window")
+        if is_causal and ids is None:
+            raise UsageError(
+                f"the attention of {type(module).__name__} got no position_ids. A rank with a part of a "
+                "sequence needs them. Pass position_ids to the model; if the model does not hand them to "
+                "its attention, it cannot train with sequence parallelism."
+            )
+        found = self.positions.of(
+            module, query, key, ids if is_causal else None, attention_mask, window
+        )
+        if copies > 1:
+            key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+        query, key, value = tokens_to_heads((query, key, value), self.group)
+        mask = None
+        if found is not None:
+            kwargs["position_ids"] = found.all_RT
+            if self.name in WITHOUT_POSITIONS:
+                mask = found.mask(window)
+        with _head_ratio(module, query.shape[1] // key.shape[1]):
+            result, weights = self.core(module, query, key, value, mask, *args, **kwargs)
+        return heads_to_tokens(result, self.group), weights
+
+    def _check_length(self, tokens: int) -> None:
+        if self.num_tokens not in (None, tokens):
+            raise UsageError(
+                f"a batch has {tokens} tokens, but attention was registered with seq_length "
+                f"{self.num_tokens} and seq_length_is_variable=False. Pad to that length, or say that it "
+                "is variable."
+            )
+
+
+@contextlib.contextmanager
+def _head_ratio(module: Any, count: int) -> Iterator[None]:
+    """``module`` has ``count`` query heads for each key/value head, inside the ``with`` block."""
+    before = getattr(module, "num_key_value_groups", None)
+    if before in (None, count):
+        yield
+        return
+    module.num_key_value_groups = count
+    try:
+        yield
+    finally:
+        module.num_key_value_groups = before
+
+
+def register(
+    name: str,
+    group: dist.ProcessGroup,
+    *,
+    off_in_eval: bool = False,
+    num_tokens: int | None = None,
+) -> SequenceAttention:
+    """Let all models whose attention is ``name`` share their tokens over the ranks in ``group``.
+
+    ``name``: an implementation that Transformers knows, such as ``"sdpa"`` or ``"flash_attention_2"``.
+    :func:`unregister` undoes it. The other arguments: see :class:`SequenceAttention`.
+
+    Raises:
+        UnsupportedError: the implementation makes its mask from the tokens of one rank.
+        UsageError: Transformers does not know it.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if group is None:
+        raise UsageError(
+            f"register({name!r}, None): pass the process group of the ranks that share a sequence, such "
+            "as grid['sequence'].get_group()."
+        )
+    if name in ("eager", "flex_attention"):
+        raise UnsupportedError(
+            f"the attention implementation {name!r} cannot be spread over sequence ranks: its mask is "
+            "made before, from the tokens of one rank. Load the model with attn_implementation='sdpa' or "
+            "'flash_attention_2'."
+        )
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        raise UsageError(
+            f"Transformers knows no attention implementation {name!r}. It knows "
+            f"{', '.join(sorted(ALL_ATTENTION_FUNCTIONS.keys()))}."
+        )
+    before = ALL_ATTENTION_FUNCTIONS[name]
+    core = before.core if isinstance(before, SequenceAttention) else before
+    made = SequenceAttention(name, core, group, off_in_eval=off_in_eval, num_tokens=num_tokens)
+    ALL_ATTENTION_FUNCTIONS.register(name, made)
+    return made
+
+
+def check_attention(model: nn.Module, size: int) -> None:
+    """Check that a model of Transformers attends over ``size`` sequence ranks, before it trains on them.
+
+    Of other models nothing is known, nor of those that have a ``DistributedAttention``.
+
+    Raises:
+        UsageError: its attention is not registered, or over another number of ranks.
+    """
+    hub = sys.modules.get("transformers.modeling_utils")
+    name = getattr(text_config(getattr(model, "config", None)), "_attn_implementation", None)
+    if hub is None or not isinstance(name, str):
+        return
+    function = hub.ALL_ATTENTION_FUNCTIONS.get(name)
+    spread = isinstance(function, SequenceAttention) and ranks_of(function.group)
+    found = len(spread) if spread else 1
+    if found == size or any(isinstance(module, DistributedAttention) for module in model.modules()):
+        return
+    if found == 1:
+        raise UsageError(
+            f"the mesh has {size} sequence ranks, but the attention {name!r} of the model is not spread "
+            "over them: with a part of the tokens, each rank would attend to these only. Call "
+            f"zeroshard.sequence.register({name!r}, group), or DeepSpeed's "
+            "UlyssesSPAttentionHF.register_with_transformers(), before initialize(). Of eager attention "
+            "load the model with attn_implementation='sdpa' first."
+        )
+    raise UsageError(
+        f"the attention {name!r} of the model is spread over {found} sequence ranks, but the mesh has "
+        f"{size}, so batches and gradients would be divided by the wrong number. Pass the mpu that "
+        f'registered it to initialize(), or write "sequence_parallel_size": {found} in the '
+        "configuration; or call zeroshard.sequence.unregister() if ranks do not share sequences any more."
+    )
+
+
+def unregister() -> None:
+    """Give every implementation of Transformers its own function back."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
+        if isinstance(function, SequenceAttention):
+            ALL_ATTENTION_FUNCTIONS.register(name, function.core)

@@ -29,8 +29,7 @@ from zeroshard.config import Config, load_config
 from zeroshard.core.mesh import Mesh
 from zeroshard.device.choice import read
 from zeroshard.errors import RankMismatch
-from zeroshard.experts.construction import inside
-from zeroshard.experts.marks import ranks_of_layer
+from zeroshard.experts.marks import inside, ranks_of_layer
 from zeroshard.memory.storage import is_aliased
 from zeroshard.precision.policy import policy_from
 from zeroshard.session.comm_session import CommSession
@@ -210,7 +209,7 @@ class Init:
     def own_experts(self, mesh: Mesh, size: int) -> Iterator[None]:
         """Shard this rank's experts of one layer over the ranks that have the same. Collective.
 
-        See :class:`zeroshard.experts.construction.ExpertBuilds`.
+        See :class:`zeroshard.experts.marks.ExpertBuilds`.
         """
         if (mesh, size) not in self._experts:
             self._experts[mesh, size] = self._among_holders(mesh, size)

@@ -1,4 +1,4 @@
-"""Finds the most tokens of a sample that a model has positions for.
+"""The batch of a plan: that which comes with the model, or the most tokens that the model takes.
 
 Models with learned positions, such as GPT-2, look up each position in a table. A longer sample ends in an
 index error of a run. Fake tensors have no values, so a plan would not notice. Rotary and relative
@@ -10,7 +10,7 @@ index can be compared with its table.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,7 +28,104 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from zeroshard.config.fields import is_auto
+from zeroshard.errors import UsageError
 from zeroshard.planner.fakes import fake_tensors
+
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+
+LENGTH = 1024
+"""Tokens of a sample if nothing says how many, and the model has positions for so many."""
+
+BATCH = "a batch of input_ids and labels of"
+"""How the line of the assumptions begins that tells the batch."""
+
+
+def names_a_batch(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration says how many samples a micro-batch has."""
+    given = (config.get(key) for key in (MICRO_BATCH, "train_batch_size"))
+    return any(value is not None and not is_auto(value) for value in given)
+
+
+def shared_size(batch: tuple[Any, Any], dim: int) -> int | None:
+    """The size of a dimension, if all tensors of a batch share it. Numbers have no dimensions."""
+    parts = [dict(part) if isinstance(part, Mapping) else part for part in batch]
+    shapes = [leaf.shape for leaf in tree_leaves(parts) if isinstance(leaf, Tensor) and leaf.dim()]
+    sizes = {shape[dim] if dim < len(shape) else None for shape in shapes}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def refuse_options(model: str, micro_batch: int | None, length: int | None) -> None:
+    """Refuse what a batch that comes with the model does not allow to choose.
+
+    Raises:
+        UsageError: an option is given.
+    """
+    for option, value in (("--batch", micro_batch), ("--seq", length)):
+        if value is not None:
+            raise UsageError(
+                f"{option} is {value}, and {model} returns a batch of its own, which the option cannot "
+                f"change. Leave {option} out and change the batch in the function, or let the function "
+                "return the model only; the batch is then of input_ids and labels."
+            )
+
+
+def check_rows(model: str, batch: tuple[Any, Any], size: int) -> None:
+    """Compare the samples of a batch that comes with the model with those of the configuration, ``size``.
+
+    Samples are in the first dimension of all tensors, or in the second one. Where neither is shared,
+    nothing is known.
+
+    Raises:
+        UsageError: they differ.
+    """
+    rows = shared_size(batch, 0)
+    if rows in (None, size) or shared_size(batch, 1) == size:
+        return
+    raise UsageError(
+        f"the batch that {model} returns has {rows} rows (the first dimension of all its tensors), and a "
+        f"micro-batch of the configuration has {size} samples ({MICRO_BATCH}, or what the other batch "
+        f"sizes give), so samples per second would be wrong. Write {rows} into the configuration, or "
+        f"return a batch of {size} rows. Without batch sizes in the configuration, the rows are taken."
+    )
+
+
+def token_batch(
+    name: str,
+    build: Callable[[], nn.Module],
+    config: Any,
+    tables: Sequence[int],
+    micro_batch: int,
+    length: int | None,
+    sequence: int,
+) -> tuple[dict[str, Tensor], str]:
+    """A batch of tokens for a model that has none, and a sentence about it.
+
+    ``build``, ``config``, ``tables``: see :func:`most_positions`. ``sequence`` ranks share a sample; the
+    batch has the tokens of one of them.
+
+    Raises:
+        UsageError: the model has no positions for a sample of ``length`` tokens.
+    """
+    positions = most_positions(build, config, length or LENGTH, tables)
+    if positions is not None and length is not None:
+        raise UsageError(_too_long(name, length, positions))
+    own = (length or (LENGTH if positions is None else positions.most)) // sequence
+    ids = torch.empty(micro_batch, own, dtype=torch.long, device="meta")
+    why = "" if positions is None else f"; the model takes no longer samples: {positions.text}"
+    said = f"{BATCH} {micro_batch} x {own} tokens, without attention mask"
+    return {"input_ids": ids, "labels": ids}, said + why
+
+
+def _too_long(name: str, length: int, positions: Positions) -> str:
+    return (
+        f"--seq is {length}, and {name} takes at most {positions.most} tokens of a sample: "
+        f"{positions.text}. Training with longer ones would end with an error in its forward. Give --seq "
+        f"{positions.most} or less"
+        + (f", or a larger {positions.key} if the model is trained from scratch." if positions.key
+           else ", or a model with more positions.")
+    )  # fmt: skip
+
 
 MOST_VALUES = 2**22
 """Elements of the largest tensor that has values. Masks of tokens x tokens may be larger."""
