@@ -209,7 +209,7 @@ class Rank:
         """Let the watchdog follow an engine, with its lone reads and its agreement to stop."""
         from zeroshard.comm.recorder import Recorder
         from zeroshard.session import session
-        from zeroshard.session.watch import SessionWatch
+        from zeroshard.session.groups import SessionWatch
         from zeroshard.watchdog.stop_signals import StopSignals
         from zeroshard.watchdog.tracked_calls import calls_of
 

@@ -90,7 +90,7 @@ MUTATIONS = [
     ),
     Mutation(
         "purposes-share-a-process-group",  # so gathers wait for reductions, on a mesh of GPUs
-        "session/opener.py",
+        "session/comm_session.py",
         "count = 1 if connected is None else len(purposes)",
         "count = 1",
         "tests/ranks/test_device_comm.py::"
@@ -885,7 +885,7 @@ MUTATIONS = [
     ),
     Mutation(
         "shared-loss-takes-the-larger-scale",  # fp16 with two engines only
-        "engine/shared_loss.py",
+        "engine/non_finite.py",
         "torch.stack(scales).amin()",
         "torch.stack(scales).amax()",
         "tests/ranks/test_shared_loss.py::test_each_engine_skips_its_own_overflows_and_has_its_own_scale",
@@ -1070,7 +1070,7 @@ MUTATIONS = [
     ),
     Mutation(
         "later-batches-of-a-pipeline-not-compared",
-        "engine/pipeline_sequences.py",
+        "engine/pipeline_batches.py",
         "checksum = digest(batch, checksum)",
         "checksum = digest(batches[0])",
         "tests/parity/test_sequence_pipeline.py"
@@ -1078,7 +1078,7 @@ MUTATIONS = [
     ),
     Mutation(
         "own-loss-of-a-pipeline-of-one-sequence-rank",
-        "engine/pipeline_sequences.py",
+        "engine/pipeline_batches.py",
         "model.loss_fn.over_ranks = None if made is None else made.mean",
         "model.loss_fn.over_ranks = None",
         "tests/parity/test_sequence_pipeline.py"
@@ -1278,14 +1278,14 @@ MUTATIONS = [
     ),
     Mutation(
         "experts-over-replicas-counted-in-one",
-        "engine/expert_units.py",
-        "positions=others.positions | positions,",
-        "positions=others.positions,",
+        "engine/shared_units.py",
+        "apart = {*names, *names_over_replicas(draft)}",
+        "apart = {*names}",
         "tests/parity/test_experts.py::test_replicas_shard_the_experts_of_which_each_has_one_copy",
     ),
     Mutation(
         "gradients-of-experts-asked-of-one-replica",
-        "engine/expert_units.py",
+        "engine/shared_units.py",
         "torch.tensor(draft.mesh.same_experts(rank, size), device=draft.device),",
         "torch.tensor(draft.mesh.expert_group(rank, size), device=draft.device),",
         "tests/parity/test_experts.py::test_a_gradient_in_one_replica_counts_in_all",
@@ -1313,7 +1313,7 @@ MUTATIONS = [
     ),
     Mutation(
         "arguments-of-layers-not-compared",
-        "engine/expert_units.py",
+        "engine/shared_units.py",
         "settings[name] = layer.settings",
         'settings[name] = ""',
         "tests/ranks/test_mesh_mistakes.py::test_mistakes_with_experts_and_nodes_are_errors_on_every_rank",

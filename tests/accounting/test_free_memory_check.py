@@ -11,7 +11,7 @@ from census import WIDTH, Stack, stack_config
 
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.tiers import Tier
-from zeroshard.engine import build_runtime, free_memory
+from zeroshard.engine import build_runtime, out_of_memory
 from zeroshard.planner.simulate import simulate
 
 
@@ -21,7 +21,7 @@ def test_a_run_needs_at_least_what_is_compared_with_free_memory(stage, transport
     config = {**stack_config(stage), "transport": transport}
     model = functools.partial(Stack, depth=4)
     batch = torch.empty(2, WIDTH, dtype=torch.bfloat16), None
-    with mock.patch.object(build_runtime, "new_nbytes", wraps=free_memory.new_nbytes) as compared:
+    with mock.patch.object(build_runtime, "new_nbytes", wraps=out_of_memory.new_nbytes) as compared:
         plan = simulate(
             model, config, batch, mesh=Mesh(data_shard=2), rank=0, loss_fn=lambda y, _: y.sum()
         )

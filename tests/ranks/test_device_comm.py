@@ -20,7 +20,7 @@ from zeroshard.comm.scratch import Scratch
 from zeroshard.config import load_config
 from zeroshard.engine.build import gathers_while_reducing
 from zeroshard.errors import ConfigError, LaunchError, RankMismatch, UsageError
-from zeroshard.session import opener as module
+from zeroshard.session import comm_session as module
 from zeroshard.session import session
 from zeroshard.watchdog.rank_status import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
@@ -141,8 +141,8 @@ def test_on_a_mesh_each_purpose_has_a_process_group_of_its_own_on_a_device(backe
     kind = module.GroupKind("holders", [(0,), (1,)])
     with (
         mock.patch("zeroshard.comm.connect._backend_for", lambda group, kind: backend),
-        mock.patch("zeroshard.session.opener.dist.new_group", new_group),
-        mock.patch("zeroshard.session.opener.make_comm", make_comm),
+        mock.patch("zeroshard.session.comm_session.dist.new_group", new_group),
+        mock.patch("zeroshard.session.comm_session.make_comm", make_comm),
     ):
         comms = opener.open_group(kind, ("gathers", "reductions"))
     assert len({id(comm) for comm in comms}) == count

@@ -22,7 +22,7 @@ from zeroshard import Engine
 from zeroshard.comm import connect
 from zeroshard.config import params
 from zeroshard.config.fields import honour
-from zeroshard.config.monitor_sections import MonitorSections
+from zeroshard.config.sections import MonitorSections
 from zeroshard.core import tiers
 from zeroshard.metrics import sinks
 from zeroshard.metrics.monitors import build_monitors

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from zeroshard_testing import on_ranks
 
-from zeroshard.engine import free_memory
-from zeroshard.engine.free_memory import Need, verdict
+from zeroshard.engine import out_of_memory
+from zeroshard.engine.out_of_memory import Need, verdict
 from zeroshard.errors import HostMemoryError
 
 GIB = 2**30
@@ -47,12 +47,12 @@ WIDTH, DEPTH = 256, 8
 
 def refused(free_nbytes: int) -> str:
     """What two ranks say whose host has so much memory. The model takes 2 MiB in fp32."""
-    limits = free_memory.host_limits()
+    limits = out_of_memory.host_limits()
     small = type(limits)(limits.host_total_nbytes, free_nbytes, None)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     # The process of a rank runs other tests afterwards, so the limit is taken back.
     with (
-        mock.patch.object(free_memory, "host_limits", lambda: small),
+        mock.patch.object(out_of_memory, "host_limits", lambda: small),
         pytest.raises(HostMemoryError) as caught,
     ):
         kit.engine(model, 0, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})

@@ -24,7 +24,7 @@ from zeroshard.cli.main import main
 from zeroshard.comm.env import RankInfo
 from zeroshard.config import load_config
 from zeroshard.core.mesh import Mesh
-from zeroshard.engine.plan_line import PlannedRun, config_of, search_lines
+from zeroshard.engine.remedies import PlannedRun, config_of, search_lines
 
 ROWS, LENGTH, PART = 8, 64, 0.75
 

@@ -90,7 +90,7 @@ def test_a_step_visits_the_files_that_the_tour_names():
         visited = _visited(lambda: _step(engine))
     visited = {path for path in visited if not path.startswith("comm/")}
     named = _named("One step")
-    read_along = {"core/layout.py", "engine/arguments.py", *REPORTS}
+    read_along = {"core/layout.py", *REPORTS}
     assert visited <= named | read_along, f"not in the tour: {sorted(visited - named - read_along)}"
     assert named <= visited | TRANSPORT | LAST_ELEMENTS | ON_DEVICES | REPORTS | {
         "core/stages.py"

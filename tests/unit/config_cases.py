@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from zeroshard.config.monitor_sections import MonitorSections
 from zeroshard.config.params import OPTIMIZERS
+from zeroshard.config.sections import MonitorSections
 
 
 class Case(NamedTuple):

@@ -12,9 +12,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from zeroshard.config.loaded import WATCHERS
-from zeroshard.config.monitor_sections import MonitorSections
+from zeroshard.config.resolve import WATCHERS
 from zeroshard.config.schema import Config
+from zeroshard.config.sections import MonitorSections
 from zeroshard.errors import ConfigError
 from zeroshard.metrics import monitors as module
 from zeroshard.metrics.monitors import Monitors, build_monitors

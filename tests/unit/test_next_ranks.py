@@ -10,7 +10,7 @@ import pytest
 
 from zeroshard.comm.flight_recorder import FlightRecorder
 from zeroshard.config import load_config
-from zeroshard.config.fewer_ranks import RunBatch, fitting_sizes, keep_batch
+from zeroshard.config.batch import RunBatch, fitting_sizes, keep_batch
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import ConfigError, LaunchError
 from zeroshard.launch.hosts import Host

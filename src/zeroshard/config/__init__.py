@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from zeroshard.config.fields import Key
 from zeroshard.config.keys import KEYS
-from zeroshard.config.loaded import Hardware, LoadedConfig
-from zeroshard.config.resolve import load_config
+from zeroshard.config.resolve import Hardware, LoadedConfig, load_config
 from zeroshard.config.schema import Config
 
 __all__ = ["KEYS", "Config", "Hardware", "Key", "LoadedConfig", "load_config"]

@@ -11,9 +11,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from zeroshard.config.fields import Key, Section, key_of, section_type
-from zeroshard.config.monitor_sections import MonitorSections
 from zeroshard.config.params import ARGUMENTS
 from zeroshard.config.schema import Config
+from zeroshard.config.sections import MonitorSections
 from zeroshard.errors import NO_TUNING
 
 REMOVED = "DeepSpeed has removed it; "

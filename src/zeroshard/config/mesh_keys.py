@@ -1,14 +1,67 @@
-"""Reads what the configuration says about the mesh: the section ``parallel``, and DeepSpeed's keys."""
+"""The mesh of a configuration: section ``parallel``, DeepSpeed's keys, and the nodes of shard groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from zeroshard.config.fields import show
+from zeroshard.config.parse import Findings
 from zeroshard.config.schema import Config
 from zeroshard.config.sections import ParallelConfig
-from zeroshard.core.mesh_sources import BATCH_DIMS, Claim, MeshSource
+from zeroshard.config.zero_section import ZeroConfig
+from zeroshard.core.mesh import Mesh
+from zeroshard.core.mesh_sources import (
+    BATCH_DIMS,
+    Claim,
+    MeshSource,
+    ResolvedMesh,
+    resolve_mesh,
+)
+from zeroshard.core.stages import STAGES
 from zeroshard.errors import ConfigError
+
+ZERO = "zero_optimization"
+HPZ = f"{ZERO}.zero_hpz_partition_size"
+INNER = f"{ZERO}.hierarchy.inner"
+OUTER = f"{ZERO}.hierarchy.outer_reduce"
+QUANTIZED = (
+    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+)
+"""Keys of ZeRO++ that round what travels."""
+
+
+def mesh_of_run(
+    config: Config, found: Findings, sources: Sequence[MeshSource], world_size: int
+) -> ResolvedMesh | None:
+    """The mesh of all sources; None, with a recorded error, if there is none."""
+    if any(path.startswith(_SIZES_OF_MESH) for path in found.rejected):
+        return None  # its error is recorded
+    try:
+        ours = mesh_from_config(config)
+        resolved = resolve_mesh([*([ours] if ours is not None else []), *sources], world_size)
+        return with_nodes(resolved, config.zero_optimization)
+    except ConfigError as error:
+        found.errors.extend(str(error).split("\n"))
+        return None
+
+
+_SIZES_OF_MESH = (
+    *("parallel", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+    *("sequence_parallel_size", "data_parallel_size", "expert_parallel"),
+    *("zero_optimization.hierarchy", "zero_optimization.zero_hpz_partition_size"),
+)
+
+
+def with_sizes(config: Config, resolved: ResolvedMesh, found: Findings) -> Config:
+    """``config`` with the sizes of the mesh in ``parallel``. Notes where those come from."""
+    sizes = {dim: getattr(resolved.mesh, dim) for dim in resolved.origins}
+    for dim, origin in resolved.origins.items():
+        path = f"parallel.{dim}"
+        if path not in found.given:
+            computed = path in found.autos and origin in ("default", "derived")
+            found.reasons[path] = "auto" if computed else origin
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})
 
 
 def mesh_from_config(config: Config) -> MeshSource | None:
@@ -79,3 +132,86 @@ def _why(name: str) -> str:
             "layers, whose experts a plan can cut"
         )
     return "routers and experts are those of the model, which sets this in its own configuration"
+
+
+# ---------------------------------------------------------------- nodes
+
+
+def node_size(zero: ZeroConfig) -> tuple[int, str]:
+    """How many ranks a node has (1: there are no nodes), and the key that says so."""
+    if zero.zero_hpz_partition_size > 1:
+        return zero.zero_hpz_partition_size, HPZ
+    return zero.hierarchy.inner, INNER
+
+
+def shares_params_in_nodes(zero: ZeroConfig) -> bool:
+    """Whether the ranks of a node share the parameters between steps, if there are nodes."""
+    asked = zero.zero_hpz_partition_size > 1 or zero.hierarchy.shard_over == "hybrid"
+    return asked and STAGES[zero.stage].shards_params
+
+
+def keeps_node_sums(zero: ZeroConfig) -> bool:
+    """Whether sums of several micro-batches pass between nodes once per step, if there are nodes.
+
+    At stages 0 and 1 each rank adds its micro-batches itself, and there is one reduction anyway.
+    """
+    return zero.hierarchy.outer_reduce == "boundary" and STAGES[zero.stage].shards_grads
+
+
+def with_nodes(resolved: ResolvedMesh, zero: ZeroConfig) -> ResolvedMesh:
+    """The mesh with the nodes of the configuration. One node changes nothing, and one rank needs none.
+
+    Raises:
+        ConfigError: shard groups do not consist of whole nodes, or there are replicas as well, or
+            something is asked of nodes and there are none.
+    """
+    node, key = node_size(zero)
+    mesh = resolved.mesh
+    if zero.zero_quantized_gradients and mesh.data_replicate > 1:
+        raise ConfigError(
+            f"{ZERO}.{QUANTIZED[2]}: true, with data_replicate {mesh.data_replicate}: sums over "
+            f"replicas are not quantized; use {HPZ} in place of replicas, or leave one of the two out"
+        )
+    shares = mesh.data_shard * mesh.sequence
+    _check_outer(zero, mesh)
+    is_replica = zero.hierarchy.shard_over == "inner" and shares == node
+    if node == 1 or is_replica or (shares in (1, node) and mesh.data_replicate == 1):
+        return resolved
+    if mesh.data_replicate > 1:
+        raise ConfigError(
+            f"{key}: {node}, with data_replicate {mesh.data_replicate}: replicas have two hops already, "
+            "inside a replica and between replicas, and no parameter leaves a replica; leave one of the "
+            "two keys out"
+        )
+    if shares % node:
+        fits = [size for size in range(2, shares) if shares % size == 0]
+        choice = f"use {' or '.join(map(str, fits))}, or leave it out" if fits else "leave it out"
+        raise ConfigError(
+            f"{key}: {node} does not divide the {shares} ranks that share parameters (mesh "
+            f"{mesh.text}), so nodes would differ in size; {choice}"
+        )
+    if zero.hierarchy.shard_over == "inner":
+        return _replicas_of_nodes(resolved, node)
+    return replace(resolved, mesh=replace(mesh, node=node))
+
+
+def _check_outer(zero: ZeroConfig, mesh: Mesh) -> None:
+    """Refuse a second hop once per step where there is no second hop."""
+    if zero.hierarchy.outer_reduce == "boundary" and node_size(zero)[0] == mesh.data_replicate == 1:
+        raise ConfigError(
+            f'{OUTER}: "boundary", but there are neither nodes nor replicas between which gradients '
+            f"would be added; write the ranks of a node in {INNER}, or leave the key out"
+        )
+
+
+def _replicas_of_nodes(resolved: ResolvedMesh, node: int) -> ResolvedMesh:
+    mesh: Mesh = resolved.mesh
+    if node % mesh.sequence:
+        raise ConfigError(
+            f"{INNER}: {node} with {mesh.sequence} sequence ranks, which share parameters too; use a "
+            f"multiple of {mesh.sequence}"
+        )
+    shard = node // mesh.sequence
+    made = replace(mesh, data_replicate=mesh.data_shard // shard, data_shard=shard)
+    origins = {**resolved.origins, "data_replicate": INNER, "data_shard": INNER}
+    return replace(resolved, mesh=made, origins=origins)

@@ -75,16 +75,17 @@ def read_source(source: Source) -> tuple[dict[str, Any], str]:
     if isinstance(source, PathLike):
         return _read_file(Path(source))
     if not isinstance(source, str):
+        name = type(source).__name__
         raise ConfigError(
             f"the configuration must be a dict, a path to a JSON file, or base64 of JSON, "
-            f"not {_article(type(source).__name__)}"
+            f"not {'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
         )
     if not source.strip():
         raise ConfigError("the configuration is an empty string; give the path of a JSON file")
     if source.lstrip().startswith("{"):
         return parse_json(source, "the JSON text"), "config"
-    decoded = _decode(source)  # before the file: a text this long may not be a valid file name
-    if decoded is not None:
+    # Before the file: a text this long may not be a valid file name.
+    if (decoded := _decode(source)) is not None:
         return parse_json(decoded, "the base64 JSON"), "config"
     return _read_file(Path(source))
 
@@ -164,21 +165,21 @@ def _missing_file(path: Path) -> str:
 
 def _decode(source: str) -> str | None:
     """The text that ``source`` encodes in urlsafe base64, or None if it is not base64."""
+    padded = source + "=" * (-len(source) % 4)
     try:
-        padded = source + "=" * (-len(source) % 4)
         text = base64.b64decode(padded, altchars=b"-_", validate=True).decode("utf-8")
     except (binascii.Error, ValueError):
         return None
     return text if text.lstrip().startswith("{") else None
 
 
-def _article(name: str) -> str:
-    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
-
-
 @dataclass
 class Findings:
-    """What the walks found. They add to it."""
+    """What was found in a configuration. All that read it add to this.
+
+    ``given``: keys that the user wrote, ``autos`` as "auto", ``from_arguments`` as an argument.
+    ``derived``: keys that got a value from others. ``reasons``: more origins, by key.
+    """
 
     errors: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -188,6 +189,9 @@ class Findings:
     autos: set[str] = field(default_factory=set)
     rejected: set[str] = field(default_factory=set)
     hints: set[str] = field(default_factory=set)
+    from_arguments: set[str] = field(default_factory=set)
+    derived: set[str] = field(default_factory=set)
+    reasons: dict[str, str] = field(default_factory=dict)
 
     def reject(self, path: str, text: str) -> None:
         self.rejected.add(path)
@@ -247,9 +251,8 @@ def _unknown(
     elif dot and home and _holds_keys(model.model_fields[home]):
         found.errors.append(f'{path}: no such key. Write it inside "{home}", without the dot.')
     else:
-        one = path.removesuffix(str(name)) + str(name).replace(
-            ".", "_"
-        )  # its dots part no sections
+        # The dots of a name part no sections.
+        one = path.removesuffix(str(name)) + str(name).replace(".", "_")
         found.errors.append(f"{path}: no such key. {advice(one, siblings)}")
 
 

@@ -1,24 +1,29 @@
 """Resolves a configuration for a world size: no "auto" is left, and every value has an origin.
 
-``load_config`` is the only entry. Its result is one immutable ``Config`` with solved batch sizes, and for
-every value a text that says where it came from.
+``load_config`` is the only entry. Its result has one immutable ``Config`` with solved batch sizes, and
+for every value a text that says where it came from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import hashlib
+import io
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from zeroshard.config.batch import solve_batch
-from zeroshard.config.contradictions import contradictions
-from zeroshard.config.fewer_ranks import RunBatch, keep_batch
-from zeroshard.config.fields import is_auto, show
-from zeroshard.config.hierarchy import with_nodes
+from zeroshard.config.batch import (
+    BATCH,
+    RunBatch,
+    solve_batch,
+    with_batch_of_run,
+    without_copies,
+)
+from zeroshard.config.contradictions import contradictions, notices, warnings
+from zeroshard.config.fields import Section, is_auto, show
 from zeroshard.config.keys import UNCHECKED, is_argument, is_misspelt
-from zeroshard.config.loaded import BATCH, Hardware, LoadedConfig, leaves
-from zeroshard.config.mesh_keys import mesh_from_config
-from zeroshard.config.notices import notices, warnings
+from zeroshard.config.mesh_keys import INNER, mesh_of_run, with_sizes
 from zeroshard.config.params import ARGUMENTS
 from zeroshard.config.parse import (
     Findings,
@@ -30,8 +35,10 @@ from zeroshard.config.parse import (
     validate,
 )
 from zeroshard.config.schema import Config
+from zeroshard.config.sections import MonitorSections
+from zeroshard.core.hidden import without_secrets
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.mesh_sources import MeshSource, ResolvedMesh, resolve_mesh
+from zeroshard.core.mesh_sources import MeshSource, ResolvedMesh
 from zeroshard.errors import ConfigError
 
 NOT_GUESSED = {
@@ -42,8 +49,100 @@ NOT_GUESSED = {
 }
 """Keys whose "auto" is an error if no library has replaced it -> what to write."""
 
+WATCHERS = frozenset(
+    (
+        *MonitorSections.model_fields,
+        *("comms_logger", "dump_state", "flops_profiler", "log_level", "memory_breakdown"),
+        *("steps_per_print", "timers", "wall_clock_breakdown"),
+    )
+)
+ALWAYS_SHOWN = (*BATCH, "zero_optimization.stage", "gradient_clipping", "transport", "uneven")
 
-_INNER = "zero_optimization.hierarchy.inner"
+
+class Hardware(NamedTuple):
+    """Which 16-bit dtypes the device multiplies at full speed, and the reason in words."""
+
+    bf16: bool
+    fp16: bool
+    because: str
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A resolved configuration, and where its values came from.
+
+    ``raw``: what the user gave, parsed, in containers of our own. ``origins``: dotted key -> "file PATH",
+    "config" (a dict), "argument", "auto" (in some cases with a reason), "derived" or "default".
+    ``notices``: one line each, to be shown once; ``warnings``: those of them that change what is trained,
+    which come last. ``mesh``: the ranks; its sizes are also the values of
+    ``parallel``. None if the configuration was not read for training.
+    """
+
+    config: Config
+    raw: dict[str, Any]
+    origins: dict[str, str]
+    notices: tuple[str, ...]
+    mesh: ResolvedMesh | None = None
+    warnings: tuple[str, ...] = ()
+
+    def agreed(self) -> dict[str, str]:
+        """Dotted key -> JSON of every value that must be the same on all ranks.
+
+        Keys that only observe (monitors, printing) may differ: many programs log on rank 0 only.
+        """
+        return {
+            path: json.dumps(value, sort_keys=True, default=_class_of)
+            for path, value in leaves(self.config).items()
+            if path.partition(".")[0] not in WATCHERS
+        }
+
+    def fingerprint(self) -> str:
+        """SHA-256 of ``agreed()`` in hexadecimal. Equal on all ranks of a correct run."""
+        return hashlib.sha256(json.dumps(self.agreed(), sort_keys=True).encode()).hexdigest()
+
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Key, value as JSON, and origin of every key. Secrets are hidden."""
+        for path, value in leaves(self.config).items():
+            shown = show(without_secrets(value, path.rpartition(".")[2]))
+            yield path, shown, self.origins[path]
+
+    def table(self, *, every_key: bool = False) -> str:
+        """Key, value and origin as plain text. Keys at their default only with ``every_key``."""
+        from rich.console import Console
+        from rich.table import Table
+
+        grid = Table(box=None, pad_edge=False)
+        for title in ("key", "value", "origin"):
+            grid.add_column(title, overflow="fold")
+        hidden = 0
+        for path, shown, origin in self.rows():
+            if origin == "default" and path not in ALWAYS_SHOWN and not every_key:
+                hidden += 1
+            else:
+                grid.add_row(path, shown, origin)
+        out = io.StringIO()
+        Console(file=out, width=100, color_system=None, highlight=False).print(grid)
+        more = f"({hidden} other keys have their default values)\n" if hidden else ""
+        lines = [line.rstrip() for line in (out.getvalue() + more).splitlines()]
+        return "\n".join(lines)
+
+
+def leaves(section: Section, prefix: str = "") -> dict[str, Any]:
+    """The value of every dotted key in ``section``. Optimizer arguments are separate keys."""
+    found: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            found |= leaves(value, f"{prefix}{name}.")
+        elif name == "params":
+            found |= {f"{prefix}params.{key}": value[key] for key in sorted(value)}
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def _class_of(value: object) -> str:
+    return type(value).__name__
 
 
 def load_config(
@@ -86,38 +185,24 @@ def load_config(
     if world_size < 1:
         raise ConfigError(f"world_size must be at least 1, not {world_size}")
     raw, where = _one_source(source, args_config)
-    read = _read(
-        raw, where, arguments or {}, replaced, hidden_size, hardware,
+    found = Findings()
+    config = _checked(
+        raw, arguments or {}, replaced, hidden_size, hardware, found,
         for_training=for_training, as_deepspeed=as_deepspeed,
     )  # fmt: skip
-    if not for_training:
-        return _solved(read, None, Mesh(data_shard=world_size), world_hint)
-    resolved = _resolve_mesh(read.config, read.found, mesh_sources, world_size)
-    if resolved is None:  # no batch size would fit a mesh: the errors are complete
-        raise ConfigError(_report(read.found.errors, where))
-    if as_deepspeed:
-        read = replace(read, config=_without_copies(read.config, read.found, resolved.mesh))
-    config = _with_batch_of_run(read.config, read.found, resolved.mesh, run_batch)
-    return _solved(replace(read, config=config), resolved, resolved.mesh, world_hint)
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A configuration that is checked, apart from what depends on the number of ranks.
-
-    ``where``: the source in words. ``reasons``: the origins of what "auto" became. ``from_arguments``:
-    keys that arguments gave. ``derived``: the batch sizes that are not given. ``as_deepspeed``: the
-    program was written for DeepSpeed.
-    """
-
-    raw: dict[str, Any]
-    where: str
-    config: Config
-    found: Findings
-    reasons: dict[str, str]
-    from_arguments: set[str]
-    derived: set[str]
-    as_deepspeed: bool
+    resolved, mesh = None, Mesh(data_shard=world_size)
+    if for_training:
+        resolved = mesh_of_run(config, found, mesh_sources, world_size)
+        if resolved is None:  # no batch size would fit a mesh: the errors are complete
+            raise ConfigError(_report(found.errors, where))
+        mesh = resolved.mesh
+        if as_deepspeed:
+            config = without_copies(config, found, mesh)
+        config = with_batch_of_run(config, found, mesh, run_batch)
+    config = _solve(config, found, mesh, world_hint, require_batch=for_training)
+    if found.errors:
+        raise ConfigError(_report(found.errors, where))
+    return _loaded(config, found, raw, where, resolved, as_deepspeed=as_deepspeed)
 
 
 def _one_source(source: Source, args_config: Source) -> tuple[dict[str, Any], str]:
@@ -129,83 +214,63 @@ def _one_source(source: Source, args_config: Source) -> tuple[dict[str, Any], st
     return read_source(source if source is not None else args_config)
 
 
-def _read(
+def _checked(
     raw: dict[str, Any],
-    where: str,
     arguments: Mapping[str, Any],
     replaced: Collection[str],
     hidden_size: int | None,
     hardware: Callable[[], Hardware] | None,
+    found: Findings,
     *,
     for_training: bool,
     as_deepspeed: bool,
-) -> _Read:
-    """Check every key by itself and with the others. Arguments as for :func:`load_config`."""
-    found = Findings()
+) -> Config:
+    """Check every key by itself and with the others, apart from what depends on the number of ranks."""
     work = rename(copy_tree(raw), found)
-    from_arguments = _apply_arguments(work, arguments, found)
-    _notice_replaced(work, replaced, found)
-    skipped = replaced if for_training else ARGUMENTS
-    ignores = _ignoring(work, as_deepspeed=as_deepspeed)
-    given = tidy(_without(work, skipped), Config, "", found, ignores=ignores)
-    _resolve_auto_sizes(given, found, hidden_size)
-    if for_training:
-        _refuse_left_auto(found)
-    config = validate(Config, given, "", found) or Config()
-    config, reasons = _resolve_auto_precision(config, found, hardware)
-    unknown = found.rejected if for_training else found.rejected | found.autos
-    found.errors.extend(contradictions(config, given=found.given, unknown=unknown))
-    return _Read(
-        raw, where, config, found, reasons, from_arguments, _missing_sizes(config), as_deepspeed
-    )
-
-
-def _solved(
-    read: _Read, resolved: ResolvedMesh | None, mesh: Mesh, world_hint: str | None
-) -> LoadedConfig:
-    """The result for the ranks of ``mesh``. ``resolved``: None if it was not read for training.
-
-    Raises:
-        ConfigError: every problem that was found.
-    """
-    found, reasons = read.found, read.reasons
-    is_for_training = resolved is not None
-    config, solved = _solve(read.config, found, mesh, world_hint, require_batch=is_for_training)
-    if found.errors:
-        raise ConfigError(_report(found.errors, read.where))
-    if resolved is not None:
-        config, sized = _with_sizes(config, resolved, found)
-        reasons = reasons | sized
-    found.notices.extend(notices(config, found))
-    found.warnings.extend(warnings(config, found, resolved=reasons, as_deepspeed=read.as_deepspeed))
-    changing = dict.fromkeys(found.warnings)
-    origins = _origins(config, found, read.where, read.from_arguments, read.derived | solved)
-    return LoadedConfig(
-        config=config,
-        raw=read.raw,
-        origins=origins | reasons,
-        notices=tuple(dict.fromkeys(found.notices) | changing),
-        warnings=tuple(changing),
-        mesh=resolved,
-    )
-
-
-def _without(work: Mapping[str, Any], sections: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in work.items() if key not in sections}
-
-
-def _notice_replaced(work: Mapping[str, Any], replaced: Collection[str], found: Findings) -> None:
-    """A notice for each section that is there, although the program passed an object for it."""
+    _apply_arguments(work, arguments, found)
     for section in replaced:
         if work.get(section) is not None:
             found.notices.append(
                 f"{section}: the object that the program passed is used, not {_type(work[section])}"
             )
+    skipped = replaced if for_training else ARGUMENTS
+    read = {key: value for key, value in work.items() if key not in skipped}
+    ignores = _ignoring(work, as_deepspeed=as_deepspeed)
+    given = tidy(read, Config, "", found, ignores=ignores)
+    _resolve_auto_sizes(given, found, hidden_size)
+    if for_training:
+        _refuse_left_auto(found)
+    config = validate(Config, given, "", found) or Config()
+    config = _resolve_auto_precision(config, found, hardware)
+    unknown = found.rejected if for_training else found.rejected | found.autos
+    found.errors.extend(contradictions(config, given=found.given, unknown=unknown))
+    found.derived.update(name for name in BATCH if getattr(config, name) is None)
+    return config
 
 
-def _missing_sizes(config: Config) -> set[str]:
-    """The batch sizes that are not known."""
-    return {name for name in BATCH if getattr(config, name) is None}
+def _loaded(
+    config: Config,
+    found: Findings,
+    raw: dict[str, Any],
+    where: str,
+    resolved: ResolvedMesh | None,
+    *,
+    as_deepspeed: bool,
+) -> LoadedConfig:
+    """The result of a configuration without errors."""
+    if resolved is not None:
+        config = with_sizes(config, resolved, found)
+    found.notices.extend(notices(config, found))
+    found.warnings.extend(warnings(config, found, as_deepspeed=as_deepspeed))
+    changing = dict.fromkeys(found.warnings)
+    return LoadedConfig(
+        config=config,
+        raw=raw,
+        origins=_origins(config, found, where) | found.reasons,
+        notices=tuple(dict.fromkeys(found.notices) | changing),
+        warnings=tuple(changing),
+        mesh=resolved,
+    )
 
 
 def _refuse_left_auto(found: Findings) -> None:
@@ -217,49 +282,12 @@ def _refuse_left_auto(found: Findings) -> None:
                 f'"auto" is left: libraries such as Transformers and Accelerate replace it, here nothing '
                 f"did, and a default would decide what is trained; write {write}",
             )
-    if _INNER in found.autos and _INNER not in found.rejected:
+    if INNER in found.autos and INNER not in found.rejected:
         found.reject(
-            _INNER,
+            INNER,
             '"auto" is not possible: how many ranks of a shard group share a host is not known from the '
             "configuration; write the number, such as 8 for hosts of 8 GPUs without tensor ranks",
         )
-
-
-def _resolve_mesh(
-    config: Config, found: Findings, sources: Sequence[MeshSource], world_size: int
-) -> ResolvedMesh | None:
-    """The mesh of all sources; None, with a recorded error, if there is none."""
-    if any(path.startswith(_SIZES_OF_MESH) for path in found.rejected):
-        return None  # its error is recorded
-    try:
-        ours = mesh_from_config(config)
-        resolved = resolve_mesh([*([ours] if ours is not None else []), *sources], world_size)
-        return with_nodes(resolved, config.zero_optimization)
-    except ConfigError as error:
-        found.errors.extend(str(error).split("\n"))
-        return None
-
-
-_SIZES_OF_MESH = (
-    *("parallel", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
-    *("sequence_parallel_size", "data_parallel_size", "expert_parallel"),
-    *("zero_optimization.hierarchy", "zero_optimization.zero_hpz_partition_size"),
-)
-
-
-def _with_sizes(
-    config: Config, resolved: ResolvedMesh, found: Findings
-) -> tuple[Config, dict[str, str]]:
-    """``config`` with the sizes of the mesh in ``parallel``; and the origins of those it did not give."""
-    sizes = {dim: getattr(resolved.mesh, dim) for dim in resolved.origins}
-    section = config.parallel.model_copy(update=sizes)
-    origins = {}
-    for dim, origin in resolved.origins.items():
-        path = f"parallel.{dim}"
-        if path not in found.given:
-            computed = path in found.autos and origin in ("default", "derived")
-            origins[path] = "auto" if computed else origin
-    return config.model_copy(update={"parallel": section}), origins
 
 
 def _type(section: Any) -> str:
@@ -286,10 +314,7 @@ def _report(errors: list[str], where: str) -> str:
     return "\n".join([f"{count} in {place}:", *(f"  {line}" for line in lines)])
 
 
-def _apply_arguments(
-    work: dict[str, Any], arguments: Mapping[str, Any], found: Findings
-) -> set[str]:
-    taken: set[str] = set()
+def _apply_arguments(work: dict[str, Any], arguments: Mapping[str, Any], found: Findings) -> None:
     for path, value in arguments.items():
         if value is None:
             continue
@@ -302,8 +327,7 @@ def _apply_arguments(
         if before is not None and not is_auto(before) and before != value:
             found.warnings.append(f"{path}: the argument {show(value)} replaces {show(before)}")
         parent[name] = copy_tree(value)
-        taken.add(path)
-    return taken
+        found.from_arguments.add(path)
 
 
 def _resolve_auto_sizes(given: dict[str, Any], found: Findings, hidden_size: int | None) -> None:
@@ -324,28 +348,27 @@ def _resolve_auto_sizes(given: dict[str, Any], found: Findings, hidden_size: int
 
 def _resolve_auto_precision(
     config: Config, found: Findings, hardware: Callable[[], Hardware] | None
-) -> tuple[Config, dict[str, str]]:
+) -> Config:
     """``config`` with bf16 on if "auto" allows it and the hardware multiplies it.
 
-    Also returns the origins of the keys that were "auto". fp16 is never chosen, because it needs a loss
-    scale. "auto" for fp16 leads to the same decision.
+    fp16 is never chosen, because it needs a loss scale. "auto" for fp16 leads to the same decision.
     """
     autos = [path for path in ("bf16.enabled", "fp16.enabled") if path in found.autos]
     if not autos or hardware is None:
-        return config, {}
-    because = _decided(config, found)
-    if because:
-        return config, dict.fromkeys(autos, f"auto: {because}")
+        return config
+    if because := _decided(config, found):
+        found.reasons |= dict.fromkeys(autos, f"auto: {because}")
+        return config
     is_asked = config.data_types.param_dtype is not None  # bfloat16: _decided() excludes the others
     answer = Hardware(True, True, "data_types.param_dtype is bfloat16") if is_asked else hardware()
-    origin = f"auto: {answer.because}"
+    found.reasons |= dict.fromkeys(autos, f"auto: {answer.because}")
     if not answer.bf16:
-        return config, dict.fromkeys(autos, origin)
-    bf16 = config.bf16.model_copy(update={"enabled": True})
-    reasons = {"bf16.enabled": origin}
+        return config
+    found.reasons["bf16.enabled"] = f"auto: {answer.because}"
     if "fp16.enabled" in autos:
-        reasons["fp16.enabled"] = "auto: bf16 is on"
-    return config.model_copy(update={"bf16": bf16}), reasons
+        found.reasons["fp16.enabled"] = "auto: bf16 is on"
+    bf16 = config.bf16.model_copy(update={"enabled": True})
+    return config.model_copy(update={"bf16": bf16})
 
 
 def _decided(config: Config, found: Findings) -> str:
@@ -361,72 +384,18 @@ def _decided(config: Config, found: Findings) -> str:
     return ""
 
 
-def _without_copies(config: Config, found: Findings, mesh: Mesh) -> Config:
-    """``config`` with a ``train_batch_size`` that counts samples of tensor ranks once.
-
-    Accelerate and Transformers write micro batch x steps x number of ranks, also where tensor ranks get
-    the same samples.
-    """
-    train, micro, gas = (getattr(config, name) for name in BATCH)
-    if mesh.tensor * mesh.sequence == 1 or None in (train, micro, gas):
-        return config
-    product = micro * gas * mesh.dp_size
-    if (
-        train == product
-        or train != micro * gas * mesh.world_size
-        or found.rejected.intersection(BATCH)
-    ):
-        return config
-    found.warnings.append(
-        f"train_batch_size: {train} counts the samples of all {mesh.world_size} ranks, but "
-        f"{'sequence' if mesh.tensor == 1 else 'tensor'} ranks get the same samples, so it is {product}"
-    )
-    return config.model_copy(update={"train_batch_size": product})
-
-
-def _with_batch_of_run(config: Config, found: Findings, mesh: Mesh, run: RunBatch | None) -> Config:
-    """``config`` with the batch that the run began with, if it has fewer ranks now."""
-    if run is None:
-        return config
-    given = {name: getattr(config, name) for name in BATCH}
-    dp_before = run.dp_size(mesh)
-    if dp_before == mesh.dp_size or found.rejected.intersection(BATCH) or not any(given.values()):
-        return config
-    train, micro, gas = given.values()
-    kept = keep_batch(train, micro, gas, dp_before=dp_before, dp_now=mesh.dp_size)
-    if not isinstance(kept, str) and run.batches and kept[0] not in run.batches:
-        began = ", ".join(map(str, run.batches))
-        kept = (
-            f"train_batch_size is {kept[0]} with the ranks that are left, and was {began} when the run "
-            "began: give the batch of the whole run"
-        )
-    if isinstance(kept, str):
-        found.errors.append(kept)
-        return config
-    found.notices.append(
-        f"train_batch_size stays {kept[0]} with {mesh.dp_size} data-parallel ranks, before {dp_before}: "
-        f"micro-batches of {kept[1]}, {kept[2]} per step"
-    )
-    return config.model_copy(update=dict(zip(BATCH, kept, strict=True)))
-
-
 def _solve(
-    config: Config,
-    found: Findings,
-    mesh: Mesh,
-    hint: str | None,
-    *,
-    require_batch: bool,
-) -> tuple[Config, set[str]]:
-    """``config`` with all batch sizes, and the names of the keys that were derived."""
+    config: Config, found: Findings, mesh: Mesh, hint: str | None, *, require_batch: bool
+) -> Config:
+    """``config`` with all batch sizes. ``hint``: is added to an error about them."""
     zero = config.zero_optimization
     if zero.overlap_comm is None:
         zero = zero.model_copy(update={"overlap_comm": True})
     update: dict[str, Any] = {}
-    if not config.zero_optimization.compute_grad_norm and "gradient_clipping" not in found.given:
+    if not zero.compute_grad_norm and "gradient_clipping" not in found.given:
         update["gradient_clipping"] = 0.0
     if not found.rejected.intersection(BATCH):
-        sizes = (getattr(config, name) for name in BATCH)
+        sizes = [getattr(config, name) for name in BATCH]
         word = "world size" if mesh.is_data_only else f"data-parallel size (mesh {mesh.text})"
         solved = solve_batch(
             *sizes, dp_size=mesh.dp_size, require=require_batch, word=word, autos=found.autos
@@ -434,22 +403,25 @@ def _solve(
         if isinstance(solved, str):
             found.errors.append(f"{solved} ({hint})" if hint else solved)
         else:
-            update |= {name: solved[BATCH.index(name)] for name in _missing_sizes(config)}
-    solved_config = config.model_copy(update=update | {"zero_optimization": zero})
-    return solved_config, set(update)
+            update |= dict(zip(BATCH, solved, strict=True))
+    found.derived.update(name for name in update if getattr(config, name) != update[name])
+    return config.model_copy(update=update | {"zero_optimization": zero})
 
 
-def _origins(
-    config: Config, found: Findings, where: str, from_arguments: set[str], derived: set[str]
-) -> dict[str, str]:
+def _origins(config: Config, found: Findings, where: str) -> dict[str, str]:
     origins: dict[str, str] = {}
-    for path, _ in leaves(config):
-        if path in derived:
+    for path in leaves(config):
+        if path in found.derived:
             origins[path] = "auto" if path in found.autos else "derived"
         elif path in found.autos:
             origins[path] = "auto"
-        elif any(path == taken or path.startswith(f"{taken}.") for taken in from_arguments):
+        elif found.from_arguments and _is_in(path, found.from_arguments):
             origins[path] = "argument"
         else:
             origins[path] = where if path in found.given else "default"
     return origins
+
+
+def _is_in(path: str, keys: Collection[str]) -> bool:
+    """Whether a key is one of ``keys``, or in a section that is."""
+    return any(path == key or path.startswith(f"{key}.") for key in keys)

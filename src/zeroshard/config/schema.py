@@ -11,17 +11,13 @@ from typing import Annotated, Any, Literal
 
 from zeroshard.config import sections as side
 from zeroshard.config.fields import (
-    DEVICE,
-    DIRECTORY,
-    STAGE,
+    AUTOCAST_DTYPE,
     Amount,
     Count,
     CountOrAuto,
     Dtype,
     Flag,
-    Fraction,
     Free,
-    Int,
     Lower,
     Natural,
     Positive,
@@ -31,22 +27,11 @@ from zeroshard.config.fields import (
     TextsOrAuto,
     accept,
     honour,
+    later,
     not_yet,
 )
-from zeroshard.config.monitor_sections import MonitorSections
 from zeroshard.config.params import OPTIMIZERS
-from zeroshard.config.precision_sections import (
-    AutocastConfig,
-    BF16Config,
-    DataTypesConfig,
-    FP16Config,
-)
-
-_EXPERTS = (
-    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
-    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
-)
+from zeroshard.config.zero_section import ZeroConfig
 
 
 class OptimizerConfig(Section):
@@ -62,207 +47,75 @@ class SchedulerConfig(Section):
     params: Free = honour(dict, "Arguments of the schedule. The tables below list them by type.")
 
 
-class OffloadConfig(Section):
-    device: Annotated[str, DEVICE] = honour(
-        "none",
-        "Where the state is stored while it is not in use: on the device (none), in host "
-        "memory (cpu) or on disk (nvme).",
-    )
-    nvme_path: Annotated[Text | None, DIRECTORY] = honour(
-        None, "Directory on a disk. Required for nvme. null and none: not given."
-    )
-    pin_memory: Flag = honour(True, "Use page-locked host memory if the ranks have GPUs.")
-    buffer_count: Natural | None = accept(None, "Number of swap buffers. ZeroShard computes it.")
+_CONVOLUTIONS = ("conv.Conv1d", "conv.Conv2d", "conv.Conv3d")
+_SAFE_MODULES = tuple(f"torch.nn.modules.{m}" for m in ("linear.Linear", *_CONVOLUTIONS))
 
 
-class OffloadParamConfig(OffloadConfig):
-    buffer_size: Int = accept(
-        100_000_000, "Elements of a swap buffer. ZeroShard computes the number."
-    )
-    max_in_cpu: Natural = honour(
-        0,
-        "With nvme: number of elements per rank that are stored in host memory instead of on "
-        "disk. DeepSpeed's default is 1e9.",
-    )
-
-
-class OffloadOptimizerConfig(OffloadConfig):
-    ratio: Fraction = honour(
-        1.0,
-        "Fraction of the optimizer state that is offloaded, at any stage. 0: nothing is offloaded.",
-    )
-    max_in_cpu: Natural = honour(
-        0,
-        "With nvme: number of elements per rank whose state is stored in host memory instead of "
-        "on disk. Key of ZeroShard.",
-    )
-    delayed_update: Flag = honour(
+class FP16Config(Section):
+    enabled: Flag = honour(
         False,
-        "The update runs at the same time as the next step. Parameters change when that step "
-        "ends, so step t computes with the updates up to t-2. This changes the algorithm. Needs "
-        "device cpu. Key of ZeroShard.",
+        "Train with fp16 parameters and gradients and fp32 masters. Cannot be combined with bf16.",
     )
-    super_offload: Flag = honour(
+    auto_cast: Flag = honour(False, "Cast floating-point inputs of the model to fp16.")
+    loss_scale: Amount = honour(0.0, "Fixed loss scale. 0: the loss scale is dynamic.")
+    initial_scale_power: Natural = honour(16, "The dynamic loss scale starts at 2 to this power.")
+    loss_scale_window: Count = honour(
+        1000, "Number of consecutive steps without overflow after which the loss scale doubles."
+    )
+    hysteresis: Count = honour(2, "Number of overflows after which the loss scale halves.")
+    consecutive_hysteresis: Flag = honour(
+        False, "Set the count of overflows back after every step without overflow."
+    )
+    min_loss_scale: Count = honour(
+        1, "Minimum of the dynamic loss scale. An overflow at the minimum is an error."
+    )
+    fp16_master_weights_and_grads: Flag = later(False, "Master weights and gradients in fp16.")
+
+
+class BF16Config(Section):
+    enabled: Flag = honour(
         False,
-        "The update of a unit begins when its gradient arrives, and is undone and repeated if the "
-        "step turns out to be clipped or skipped, with the same bits. Also with clipping and at "
-        "stages 1 and 2, unlike DeepSpeed's. Needs device cpu; no effect on CPU ranks.",
+        'Train with bf16 parameters and fp32 masters. Cannot be combined with fp16. "auto": '
+        "true if the hardware has bf16 instructions.",
     )
-    super_offload_numel: Natural | None = honour(
+    check_grad_overflow: Flag | None = honour(
         None,
-        "With super_offload: number of elements per rank whose update may begin early; they need "
-        "host memory for their old state, 14 bytes for bf16 and Adam. null: all. Key of ZeroShard.",
+        "true: skip a step whose gradient is not finite. false: do not look for such steps. null: "
+        "trust.nan_policy decides.",
     )
-    cpuadam_cores_perc: Fraction = accept(
-        0.8, "Used only with super_offload. ZeroShard uses the cores that the rank may use."
+    immediate_grad_update: Flag = accept(False, "When gradients are added to the fp32 accumulator.")
+    bf16_master_weights_and_grads: Flag = honour(
+        False, "Masters and accumulated gradients are bf16 too."
     )
-    pipeline_read: Flag = accept(
-        False, "Overlap reads with the update. ZeroShard always does.", done=True
-    )
-    pipeline_write: Flag = accept(
-        False, "Overlap writes with the update. ZeroShard always does.", done=True
-    )
-    fast_init: Flag = accept(False, "Faster start with nvme. ZeroShard always does it.", done=True)
-
-
-class LeafModuleConfig(Section):
-    classes: Texts = honour(_EXPERTS, "Classes whose modules are gathered as one unit.")
-    names: Texts = honour((), "Full names of modules that are gathered as one unit.")
-    name_suffixes: Texts = honour(
-        (), "Modules whose names end in one of these are gathered as one unit."
+    bf16_optimizer_states: Flag = honour(
+        False, "Moments are bf16. Needs bf16_master_weights_and_grads."
     )
 
 
-class ZeroConfig(Section):
-    stage: Annotated[Literal[0, 1, 2, 3], STAGE] = honour(
-        0,
-        "What is sharded. 0: nothing. 1: masters and optimizer state. 2: also gradients. 3: "
-        "also parameters.",
+class AutocastConfig(Section):
+    enabled: Flag = honour(False, "Run forward under torch.autocast. Parameters keep their dtype.")
+    dtype: Annotated[Literal["float16", "bfloat16"] | None, AUTOCAST_DTYPE] = honour(
+        None, "bf16 or fp16. null: torch's default for the device."
     )
-    reduce_bucket_size: Count = honour(
-        500_000_000,
-        "Maximum number of elements of a message that sums gradients over copies of parameters, on a "
-        "mesh. The gradients of a unit are reduced together, from the memory that they have.",
+    lower_precision_safe_modules: Texts = honour(
+        _SAFE_MODULES, "Module classes whose gradients may be reduced in the autocast dtype."
     )
-    overlap_comm: Flag | None = honour(
+
+
+class DataTypesConfig(Section):
+    grad_accum_dtype: Dtype | None = honour(
         None,
-        "Reduce gradients during backward, and gather updated parameters during the next "
-        "forward. null: true.",
+        "Dtype in which the gradients of micro-batches are added up. null: fp32 (fp64 for "
+        "fp64 models).",
     )
-    compute_grad_norm: Flag = honour(
-        True, "Compute the gradient norm. false: the norm is None, and gradient_clipping must be 0."
+    param_dtype: Dtype | None = honour(
+        None, "For a check only: must be the parameter dtype of the enabled mode."
     )
-    ignore_unused_parameters: Flag = honour(
-        True, "false: a trainable parameter without a gradient is an error that names it."
+    buffer_dtype: Dtype | None = honour(
+        None, "Cast module buffers to this dtype. null: buffers are not cast."
     )
-    load_from_fp32_weights: Flag = not_yet(True, "On load, the master is taken from the fp32 copy.")
-    stage3_prefetch_bucket_size: Natural = honour(
-        50_000_000,
-        "Prefetch limit, in parameter elements. The next module is always prefetched; 0 turns "
-        "prefetching off.",
-    )
-    stage3_max_live_parameters: Natural = honour(
-        1_000_000_000,
-        "If this many parameter elements are gathered, only the next module is prefetched; 0: none. As "
-        "many at most stay gathered from forward to backward.",
-    )
-    stage3_max_reuse_distance: Natural | None = honour(
-        None,
-        "Parameters stay gathered after forward if backward needs them again within this many "
-        "elements. null: only the parameters that backward needs first.",
-    )
-    stage3_gather_16bit_weights_on_model_save: Flag = accept(
-        False, "Allow save_16bit_model at stage 3. It is always allowed.", done=True
-    )
-    override_module_apply: Flag = accept(
-        True, "Under zero.Init, parameters are always gathered for Module.apply(fn)."
-    )
-    leaf_module: LeafModuleConfig = honour(
-        LeafModuleConfig, "Modules that are gathered as one unit."
-    )
-    offload_optimizer: OffloadOptimizerConfig | None = honour(
-        None, "Where optimizer state is stored (stages 1 to 3)."
-    )
-    offload_param: OffloadParamConfig | None = honour(
-        None, "Where parameters are stored (stage 3; no effect at lower stages)."
-    )
-    allgather_bucket_size: Natural = accept(
-        500_000_000,
-        "Number of parameter elements that are gathered together after a step. ZeroShard "
-        "gathers one unit at a time.",
-    )
-    contiguous_gradients: Flag = accept(
-        True, "Copy gradients into one buffer. ZeroShard always does."
-    )
-    reduce_scatter: Flag = accept(
-        True, "Use reduce-scatter instead of all-reduce. ZeroShard chooses the collective."
-    )
-    use_multi_rank_bucket_allreduce: Flag = accept(
-        True, "How gradients are reduced. ZeroShard chooses the collective."
-    )
-    allgather_partitions: Flag = accept(
-        True, "Use all-gather instead of broadcasts. ZeroShard chooses the collective."
-    )
-    memory_efficient_linear: Flag = accept(
-        True, "Replaces nn.Linear in DeepSpeed. ZeroShard does not need it."
-    )
-    round_robin_gradients: Flag = accept(
-        False, "Which rank owns which gradients. In ZeroShard this follows from the layout."
-    )
-    parameter_alignment: Flag = accept(False, "Align parameters. ZeroShard always does.", done=True)
-    elastic_checkpoint: Flag = accept(
-        False,
-        "Old format for other world sizes. Checkpoints of ZeroShard load at any world size.",
-        done=True,
-    )
-    pipeline_loading_checkpoint: Flag = accept(False, "Order in which ranks load a checkpoint.")
-    log_trace_cache_warnings: Flag = accept(False, "Log warnings about the trace of modules.")
-    save_muon_momentum_buffer_in_memory: Flag = accept(
-        False, "Where Muon's momentum is stored with nvme."
-    )
-    sub_group_size: Natural = accept(
-        1_000_000_000,
-        "Number of elements that an offloaded update processes at a time. ZeroShard computes it.",
-    )
-    stage3_param_persistence_threshold: Natural = accept(
-        100_000,
-        "Parameters with fewer elements are not sharded in DeepSpeed. In ZeroShard small "
-        "parameters share a unit.",
-    )
-    stage3_model_persistence_threshold: Natural = accept(
-        9_223_372_036_854_775_807, "Maximum number of elements that are not sharded."
-    )
-    stage3_module_granularity_threshold: Natural = accept(0, "Gather small modules as one.")
-    stage3_use_all_reduce_for_fetch_params: Flag = accept(
-        False, "How parameters are gathered. ZeroShard chooses the collective."
-    )
-    stage3_allgather_sequential: Flag = accept(
-        False, "How parameters are gathered. ZeroShard chooses the collective."
-    )
-    enable_sanity_checks: Flag = accept(
-        False, "Extra checks. In ZeroShard they are always on.", done=True
-    )
-    cpu_offload_use_pin_memory: Flag | None = accept(None, "Has no effect in DeepSpeed either.")
-    zero_hpz_partition_size: Natural = honour(
-        1,
-        "Number of ranks of a node, each of which keeps a second shard of the parameters (hpZ of "
-        "ZeRO++). Parameters are gathered over all ranks once per step, and then inside the node. The "
-        "same as hierarchy.inner with hierarchy.shard_over hybrid. Stage 3. 0 and 1: off.",
-    )
-    hierarchy: side.HierarchyConfig = honour(
-        side.HierarchyConfig, "Nodes, and which ranks share a state. Key of ZeroShard."
-    )
-    zero_quantized_weights: Flag = honour(
-        False,
-        "Parameters are gathered in 8 bits (qwZ of ZeRO++). Changes the results. Stage 3.",
-    )
-    zero_quantized_nontrainable_weights: Flag = honour(
-        False,
-        "Parameters that are not trained are gathered in 8 bits. Changes the results. Stage 3.",
-    )
-    zero_quantized_gradients: Flag = honour(
-        False,
-        "Gradients are added from 4 bits (qgZ of ZeRO++). Changes the results. Stage 3.",
+    keep_in_fp32_modules: TextsOrAuto = honour(
+        "auto", "Globs on names of buffers that stay fp32. auto: the model's own list."
     )
 
 
@@ -473,5 +326,5 @@ class _Keys(Section):
     inference: Any = accept(None, "Read by Transformers only.")
 
 
-class Config(MonitorSections, _Keys):
+class Config(side.MonitorSections, _Keys):
     """A whole configuration. After ``load_config`` the three batch sizes are solved."""

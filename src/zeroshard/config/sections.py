@@ -29,8 +29,6 @@ from zeroshard.config.fields import (
     refuse,
 )
 
-CONVOLUTIONS = ("conv.Conv1d", "conv.Conv2d", "conv.Conv3d")
-
 
 class TrustSectionsConfig(Section):
     setup: Positive = honour(1800.0, "Seconds that a rank may spend in set-up.")
@@ -273,29 +271,6 @@ class ParallelConfig(Section):
     )
 
 
-class HierarchyConfig(Section):
-    """The nodes of a shard group: see :mod:`zeroshard.config.hierarchy`."""
-
-    inner: Count = honour(
-        1,
-        "Number of neighbouring ranks with a fast link among them, as those of a host. From 2 on, units "
-        "are gathered and reduced in two hops: inside such a node, and between nodes. 1: one hop.",
-    )
-    shard_over: Annotated[Literal["all", "hybrid", "inner"], Lower] = honour(
-        "all",
-        "Which ranks share a state. all: all ranks share every state that the stage shards. hybrid: the "
-        "ranks of a node share the parameters, at stage 3; all ranks share the other states. inner: the "
-        "ranks of a node share every state, as with parallel.data_replicate.",
-    )
-    outer_reduce: Annotated[Literal["bucket", "boundary"], Lower] = honour(
-        "bucket",
-        "When gradients are added over nodes, or over the replicas of parallel.data_replicate. bucket: "
-        "with each reduction, so in each micro-batch at stages 2 and 3. boundary: once per step (MiCS). "
-        "A rank then holds the sums of its node between micro-batches. At stages 0 and 1 it is once "
-        "per step anyway.",
-    )
-
-
 class TensorParallelDetails(Section):
     tp_size: Natural = honour(1, "Another name of parallel.tensor. 0 and 1: not given.")
     tp_grain_size: Count = not_yet(1, "Layers are split at multiples of this number.")
@@ -396,3 +371,56 @@ class CompileConfig(Section):
     keep_all_input_tensors: Flag = accept(False, "Used only with deepcompile.")
     passes: Any = accept(None, "Used only with deepcompile.")
     autoep_non_moe: Any = accept(None, "Used only with deepcompile.")
+
+
+class FileMonitorConfig(Section):
+    enabled: Flag = honour(False, "Write metrics.")
+    output_path: Text = honour("", "Directory for the files. Empty: the working directory.")
+    job_name: Text = honour("DeepSpeedJobName", "Name of the run's folder in that directory.")
+
+
+class WandbConfig(Section):
+    enabled: Flag = honour(False, "Send metrics. The package wandb must be installed.")
+    group: Text | None = honour(None, "Group of the run.")
+    team: Text | None = honour(None, "Entity of the run.")
+    project: Text = honour("deepspeed", "Project of the run.")
+
+
+class CometConfig(Section):
+    enabled: Flag = honour(False, "Send metrics. The package comet_ml must be installed.")
+    samples_log_interval: Count = honour(100, "Number of samples between two metrics.")
+    project: Text | None = honour(None, "Project of the run.")
+    workspace: Text | None = honour(None, "Workspace of the run.")
+    api_key: Text | None = honour(None, "API key of the account. It is never printed.")
+    experiment_name: Text | None = honour(None, "Name of the run.")
+    experiment_key: Text | None = honour(None, "Unique key of the run.")
+    online: Flag | None = honour(None, "true: send metrics. false: write them to disk.")
+    mode: Text | None = honour(None, "Whether to start a new run or continue one.")
+
+
+class TrackioConfig(Section):
+    enabled: Flag = honour(False, "Write metrics. The package trackio must be installed.")
+    project: Text = honour("zeroshard", "Project of the run.")
+    space_id: Text | None = honour(None, "Space that shows the run. null: only files on this host.")
+
+
+class MlflowConfig(Section):
+    enabled: Flag = honour(False, "Send metrics. The package mlflow must be installed.")
+    tracking_uri: Text | None = honour(
+        None,
+        "Server or database of the runs, for example sqlite:///runs.db. null: MLflow's own setting.",
+    )
+    experiment: Text = honour("zeroshard", "Experiment of the run.")
+    run_name: Text | None = honour(None, "Name of the run. null: MLflow chooses one.")
+
+
+class MonitorSections(Section):
+    """Each key is one of ``metrics/sinks.py: SINKS``. Ranks may differ in them: many programs log on rank
+    0 only."""
+
+    tensorboard: FileMonitorConfig = honour(FileMonitorConfig, "Write metrics for TensorBoard.")
+    csv_monitor: FileMonitorConfig = honour(FileMonitorConfig, "Write metrics to CSV files.")
+    wandb: WandbConfig = honour(WandbConfig, "Send metrics to Weights & Biases.")
+    comet: CometConfig = honour(CometConfig, "Send metrics to Comet.")
+    trackio: TrackioConfig = honour(TrackioConfig, "Send metrics to Trackio.")
+    mlflow: MlflowConfig = honour(MlflowConfig, "Send metrics to MLflow.")

@@ -158,7 +158,7 @@ WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=ou
     ("monitor.csv_monitor", _MONITORS, "csvMonitor"),
     ("monitor.comet", _MONITORS, "CometMonitor"),
     ("monitor.config", _MONITORS, "get_monitor_config DeepSpeedMonitorConfig"),
-    ("monitor.config", "zeroshard.config.monitor_sections",
+    ("monitor.config", "zeroshard.config.sections",
      "TensorBoardConfig=FileMonitorConfig WandbConfig CSVConfig=FileMonitorConfig CometConfig"),
     ("profiling.flops_profiler", _PROFILING, "get_model_profile FlopsProfiler"),
     ("profiling.flops_profiler.profiler", _PROFILING, "get_model_profile FlopsProfiler"),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zeroshard.config.keys import get
-from zeroshard.config.schema import ZeroConfig
 from zeroshard.config.sections import FlopsConfig
+from zeroshard.config.zero_section import ZeroConfig
 from zeroshard.data.batches import loader_for
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.engine_base import nearest_name

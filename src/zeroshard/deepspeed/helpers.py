@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.env import local_device
 from zeroshard.config import LoadedConfig, load_config
-from zeroshard.config.schema import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from zeroshard.config.zero_section import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from zeroshard.deepspeed.logs import logger
 from zeroshard.device.choice import current_ops
 from zeroshard.errors import UnsupportedError

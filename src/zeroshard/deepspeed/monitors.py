@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from zeroshard.comm.env import current_rank_info
-from zeroshard.config.monitor_sections import (
-    MonitorSections,
-)
+from zeroshard.config.sections import MonitorSections
 from zeroshard.metrics.monitors import Monitors, build_monitors
 from zeroshard.metrics.sinks import CometSink, CsvSink, Event, TensorboardSink, WandbSink
 

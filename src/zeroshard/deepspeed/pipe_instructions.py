@@ -29,8 +29,7 @@ from zeroshard.deepspeed import pipe_schedule as instructions
 from zeroshard.deepspeed.engine import DeepSpeedEngine
 from zeroshard.deepspeed.pipeline_module import PipelineModule
 from zeroshard.engine.pipeline import mean_loss
-from zeroshard.engine.pipeline_batches import on_device
-from zeroshard.engine.pipeline_inputs import as_pair
+from zeroshard.engine.pipeline_batches import as_pair, on_device
 from zeroshard.engine.pipeline_parts import ACTIVATIONS, GRADIENTS, StepParts
 from zeroshard.engine.training_engine import TrainingEngine
 from zeroshard.errors import UsageError

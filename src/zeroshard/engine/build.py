@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from zeroshard.checkpoint.local_state import LocalState
 from zeroshard.comm.dtensors import groups_over
@@ -28,27 +29,23 @@ from zeroshard.core.layout import Slot, is_counted, is_split
 from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.core.stages import STAGES
 from zeroshard.device.choice import choose_device, read
-from zeroshard.engine.build_observer import make_observer
-from zeroshard.engine.build_runtime import FirstValues, build_runtime
+from zeroshard.engine.build_observer import is_simulated, make_observer
+from zeroshard.engine.build_runtime import FirstValues, ZeroRuntime, build_runtime
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
-from zeroshard.engine.expert_units import (
-    agreed_layers,
-    connect_experts,
-    names_over_replicas,
-    with_experts,
-)
 from zeroshard.engine.non_finite import NanPolicy, nan_policy
 from zeroshard.engine.offload_states import StateOffloader
-from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake, is_simulated
-from zeroshard.engine.param_groups import groups_in_words
-from zeroshard.engine.pipeline_sequences import share_sequences
+from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep
+from zeroshard.engine.pipeline_batches import share_sequences
 from zeroshard.engine.restarts import tell_launcher
-from zeroshard.engine.runtime import ZeroRuntime
-from zeroshard.engine.tied_units import (
+from zeroshard.engine.shared_units import (
+    agreed_layers,
     check_options,
-    tied_parts,
+    connect_experts,
+    groups_in_words,
+    names_over_replicas,
+    other_holders,
     tied_ranks,
 )
 from zeroshard.engine.unit_plan import layout_digest, layout_lines
@@ -63,8 +60,8 @@ from zeroshard.precision.hardware import hardware_of, tell_if_slow
 from zeroshard.precision.loss_scaler import LossScaler, scaler_from
 from zeroshard.precision.policy import Policy
 from zeroshard.session.comm_session import CommSession
+from zeroshard.session.groups import groups_of
 from zeroshard.session.join import join_ranks
-from zeroshard.session.opener import groups_of
 from zeroshard.session.session import decline, open_session
 from zeroshard.watchdog.uncaught import shorten_uncaught
 from zeroshard.zero.access import UnitOptimState
@@ -213,7 +210,7 @@ def _assemble(
         after_bad_step = None
     with contextlib.ExitStack() as undo:
         draw = _first_values(draft, watch)
-        runtime = build_runtime(draft, watch, accumulation, draw)
+        runtime = build_runtime(draft, watch, draw, many=accumulation.expects_more())
         undo.callback(runtime.close, wait=False)
         _share_buffers(draft, watch, draw)
         scaler = scaler_from(settings, device)
@@ -326,34 +323,27 @@ def _exchange(
     """How norm, overflow and flags are exchanged. Collective on a mesh."""
     if draft.mesh.is_flat and not draft.expert_sizes:
         return DataExchange(watch.world, watch.divergence)
-    tied = tied_parts(draft, watch, runtime.units, runtime.reducer.buffers)
     trained = [unit for unit in runtime.units if unit.trainable]
-    copied = {
-        position: slot.fqn
+    slots = [
+        (position, slot)
         for unit in trained
         for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
-        if draft.mesh.tensor > 1 and not is_split(slot)
-    }
+    ]
+    is_cut = draft.mesh.tensor > 1
     place = draft.mesh.coordinate(draft.rank_info.rank)["tensor"]
-    uncounted = {
-        position
-        for unit in trained
-        for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
-        if not is_counted(slot, place)
-    }
     return MeshExchange(
         watch.world,
         watch.gathers,
         draft.mesh,
         rank=draft.rank_info.rank,
-        copied=copied,
-        uncounted=uncounted,
-        num_words=num_words(sum(len(unit.params) for unit in trained)),
+        copied={at: slot.fqn for at, slot in slots if is_cut and not is_split(slot)},
+        uncounted={at for at, slot in slots if not is_counted(slot, place)},
+        num_words=num_words(len(slots)),
         precision=max((torch.finfo(unit.row.reduce).eps for unit in trained), default=0.0),
         device=draft.device,
         divergence=watch.divergence,
         order=order,
-        others=with_experts(tied, draft, watch, runtime.units, runtime.reducer.buffers),
+        others=other_holders(draft, watch, runtime.units, runtime.reducer.buffers),
     )
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from zeroshard.core.mesh import DIMS
 from zeroshard.device.choice import ops_of
+from zeroshard.engine.build_runtime import ZeroRuntime
 from zeroshard.engine.draft import Draft
-from zeroshard.engine.optimizer_step import is_simulated
-from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.metrics.observe import Observer
 from zeroshard.metrics.run_log import JsonLines, RunLog, file_name, note_in
 from zeroshard.metrics.step_stream import StepStream
@@ -71,6 +71,11 @@ def make_observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Obs
         is_main_rank=draft.rank_info.is_main_rank,
         disk=partial(getattr, runtime.stores, "timeline") if runtime.stores.uses_disk else None,
     )
+
+
+def is_simulated() -> bool:
+    """Whether a planner builds this engine: its tensors have no values."""
+    return is_fake(torch.empty(0))
 
 
 def _run_log(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> RunLog | None:

@@ -18,25 +18,17 @@ from zeroshard.comm.nested import NestedComm
 from zeroshard.comm.quantized import QuantizedSums
 from zeroshard.comm.wire import wire_nbytes
 from zeroshard.config import Config
-from zeroshard.config.hierarchy import keeps_node_sums, shares_params_in_nodes
+from zeroshard.config.mesh_keys import keeps_node_sums, shares_params_in_nodes
 from zeroshard.core.layout import is_split
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.draft import Draft
-from zeroshard.engine.free_memory import check_memory, new_nbytes, passing_nbytes
-from zeroshard.engine.optimizer_step import Accumulation
-from zeroshard.engine.pipeline_traffic import (
-    PipelineTraffic,
-    RankMemory,
-    agreed_traffic,
-    facts_of,
-)
-from zeroshard.engine.plan_line import PlannedRun, search_lines
-from zeroshard.engine.remedies import Run, is_offloaded
-from zeroshard.engine.runtime import ZeroRuntime
-from zeroshard.engine.tied_units import gathers_of, reductions_of
+from zeroshard.engine.out_of_memory import check_memory, new_nbytes, passing_nbytes, states_only
+from zeroshard.engine.pipeline_traffic import PipelineTraffic, agreed_traffic
+from zeroshard.engine.remedies import PlannedRun, search_lines
+from zeroshard.engine.shared_units import gathers_of, reductions_of
 from zeroshard.engine.unit_plan import UnitSpec, plan_bytes
 from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.offload.capacity_check import check_capacity
@@ -69,6 +61,41 @@ FirstValues = Callable[[str, nn.Module], None]
 """Gives a module, after its name, the first values of what it has on the meta device."""
 
 
+@dataclass(eq=False)
+class ZeroRuntime:
+    """The parts that take a training step."""
+
+    stage: Stage
+    units: list[Unit]
+    wrapped_modules: list[WrappedModule]
+    prefetcher: Prefetcher
+    reducer: GradReducer
+    optimizer: ShardedOptimizer | None
+    ledger: Ledger
+    plan: list[UnitBytes]
+    stores: Stores
+    forecast: list[str]  # the forecast of disk times: lines of text
+    life: Life
+    traffic: PipelineTraffic  # of a pipeline: how often it gathers and reduces
+    tied: list[Unit]  # over pipeline stages, in the same order on every rank
+
+    def close(self, *, wait: bool = True) -> None:
+        """Give all memory back. Resident parameters stay readable, shards are gone.
+
+        ``wait=False``: drop collectives in flight, because they will never finish.
+        """
+        # The last entry runs first. All of them run, also after an error.
+        with contextlib.ExitStack() as rest:
+            rest.callback(self.stores.close, wait=wait)
+            if self.optimizer is not None:
+                rest.callback(self.optimizer.close)
+            rest.callback(self.reducer.close, wait=wait)
+            for unit in reversed(self.units):
+                rest.callback(unit.close, wait=wait)
+            # Before units free memory that is copied to. Copies that the worker starts come later.
+            rest.callback(self.stores.finish_copies, wait=wait)
+
+
 @dataclass(frozen=True, eq=False)
 class _Frame:
     """What all parts of one runtime share while they are built."""
@@ -99,20 +126,21 @@ def _in_order(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
 
 
 def build_runtime(
-    draft: Draft, watch: CommSession, accumulation: Accumulation, draw: FirstValues
+    draft: Draft, watch: CommSession, draw: FirstValues, *, many: bool
 ) -> ZeroRuntime:
     """Move the model's parameters into units and compose what acts on them. Collective.
 
-    The values are those of rank 0. At stage 3 a unit is sharded before the next one is built. So no rank
-    holds more than its shards and one unit, if the model was sharded before or is on the meta device.
+    ``many``: gradients of several backwards are summed before a step. The values are those of rank 0. At
+    stage 3 a unit is sharded before the next one is built. So no rank holds more than its shards and one
+    unit, if the model was sharded before or is on the meta device.
     """
     model, specs, optimizer = draft.model, draft.specs, draft.optimizer
     config = draft.loaded.config
     stage = STAGES[config.zero_optimization.stage]
     offload_plan = _plan_offload(draft, watch)
-    plan = _plan_bytes(draft, watch, accumulation, offload_plan)
+    plan = _plan_bytes(draft, watch, offload_plan, many=many)
     forecast = _check_room(draft, watch, offload_plan, plan)
-    traffic = _traffic(draft, watch, plan, stage)
+    traffic = agreed_traffic(draft, watch, plan, stage)
     ledger, life = Ledger(), Life()
     stores = Stores(config, ledger, offload_plan, draft.device)
     frame = _Frame(draft, watch, offload_plan, plan, stores, ledger, life, traffic)
@@ -148,7 +176,7 @@ def _plan_offload(draft: Draft, watch: CommSession) -> OffloadPlan:
 
 
 def _plan_bytes(
-    draft: Draft, watch: CommSession, accumulation: Accumulation, offload_plan: OffloadPlan
+    draft: Draft, watch: CommSession, offload_plan: OffloadPlan, *, many: bool
 ) -> list[UnitBytes]:
     stage = STAGES[draft.loaded.config.zero_optimization.stage]
     plan = plan_bytes(
@@ -156,7 +184,7 @@ def _plan_bytes(
         dict(draft.model.named_parameters()),
         draft.optimizer,
         draft.probes,
-        many=accumulation.expects_more(),
+        many=many,
         shards_grads=stage.shards_grads,
         offload_plan=offload_plan,
     )
@@ -164,7 +192,7 @@ def _plan_bytes(
         _of_holders(row, spec, draft.loaded.config, gathers_of(spec, watch))
         for spec, row in zip(draft.specs, plan, strict=True)
     ]
-    if not (keeps_node_sums(draft.loaded.config.zero_optimization) and accumulation.expects_more()):
+    if not (keeps_node_sums(draft.loaded.config.zero_optimization) and many):
         return rows
     return [
         _with_node_sum(row, spec, reductions_of(spec, watch)) if spec.trainable else row
@@ -224,7 +252,7 @@ def _check_room(
             watch.world,
             draft.rank_info.rank,
             device,
-            _states_only(plan, config, device),
+            states_only(plan, config, device),
             partial(search_lines, _planned_run(draft)),
         )
     return forecast
@@ -248,50 +276,6 @@ def _planned_run(draft: Draft) -> PlannedRun:
         draft.device.type != "cpu", settings.train_micro_batch_size_per_gpu,
         settings.gradient_accumulation_steps or 1,
     )  # fmt: skip
-
-
-def _states_only(plan: Sequence[UnitBytes], config: Config, device: torch.device) -> Run:
-    """The run for a choice of remedies while nothing but its states is known, as of its first rank."""
-    zero = config.zero_optimization
-    return Run(
-        units=plan,
-        accumulated=plan,
-        rank=0,
-        stage=int(zero.stage),
-        micro_batch=1,
-        accumulation=1,
-        activation_nbytes=0,
-        has_host=device.type != "cpu",
-        checkpointing="",
-        offloads_optimizer=is_offloaded(zero.offload_optimizer),
-        offloads_params=is_offloaded(zero.offload_param),
-        block_nbytes=0,
-    )
-
-
-def _traffic(
-    draft: Draft, watch: CommSession, plan: Sequence[UnitBytes], stage: Stage
-) -> PipelineTraffic:
-    """How often a pipeline gathers and reduces. Collective if it is to be chosen."""
-
-    def facts() -> RankMemory:
-        return facts_of(
-            draft.specs,
-            plan,
-            state_nbytes(plan, stage, watch.gathers.rank),
-            stage,
-            draft.device,
-            shares=watch.gathers.size if draft.mesh.pipeline > 1 else 1,
-            rank=draft.rank_info.rank,
-        )
-
-    return agreed_traffic(
-        draft.model,
-        facts,
-        watch.world,
-        draft.device,
-        micro_batches=draft.loaded.config.gradient_accumulation_steps or 1,
-    )
 
 
 def _build_units(

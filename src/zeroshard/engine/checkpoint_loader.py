@@ -30,7 +30,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.env import RankInfo
 from zeroshard.config.sections import CheckpointConfig
 from zeroshard.core.mesh import Mesh
-from zeroshard.engine.training_state import IMPLEMENTATION, Counters, TrainingState
+from zeroshard.engine.checkpoint_saver import IMPLEMENTATION, Counters, TrainingState
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.experts.marks import matched_groups
 from zeroshard.optim.state_tree import unkeyed

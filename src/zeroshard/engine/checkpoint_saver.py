@@ -1,8 +1,8 @@
 """Saves an engine's checkpoints, synchronously or on a thread.
 
-:mod:`zeroshard.checkpoint` decides which bytes are where. This module collects the engine's part:
-counters, groups, schedule, loss scaler, generators and data position. It also owns the thread of an
-asynchronous save and the memory of its copies.
+:mod:`zeroshard.checkpoint` decides which bytes are where. This module collects the engine's part
+(:class:`TrainingState`, which a load changes): counters, groups, schedule, loss scaler, generators and
+data position. It also owns the thread of an asynchronous save and the memory of its copies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import json_state, rng
@@ -35,14 +35,49 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.core.tiers import Tier
 from zeroshard.data.data_loader import ResumableLoader
 from zeroshard.device.pinned import host_bytes
-from zeroshard.engine.training_state import IMPLEMENTATION, TrainingState
 from zeroshard.memory.host_limits import gib, host_limits
 from zeroshard.optim.state_tree import unkeyed
+from zeroshard.precision.loss_scaler import LossScaler
 from zeroshard.version import __version__
 
 logger = logging.getLogger("zeroshard")
 
 _OWNER = "copy for a checkpoint"
+
+
+IMPLEMENTATION = frozenset(
+    ["params", "param_names", "foreach", "fused", "capturable", "differentiable"]
+)
+"""Options of a param group that choose an implementation, not a result. They are not saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """How far a run has come. ``skipped_steps`` are part of ``global_steps``."""
+
+    global_steps: int = 0
+    micro_steps: int = 0
+    global_samples: int = 0
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TrainingState:
+    """State of one engine at one moment. Objects are the engine's own: a load changes them in place.
+
+    ``optimizer``, ``scheduler`` and ``data_loader`` may be None. ``accumulation_steps``: micro-batches
+    per step. ``lost_batches``: micro-batches of an unfinished step, whose gradients are not saved.
+    """
+
+    counters: Counters
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    groups: list[dict[str, Any]]  # the optimizer's param groups
+    scaler: LossScaler
+    scheduler: Any
+    data_loader: Any
+    accumulation_steps: int
+    lost_batches: int = 0
 
 
 @dataclass(frozen=True, slots=True)

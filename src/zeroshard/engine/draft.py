@@ -22,14 +22,12 @@ from zeroshard.core.layout import SlotBlock
 from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import memory_nbytes, own_device
-from zeroshard.engine.expert_stacks import place_all
-from zeroshard.engine.preemption import check_can_save_in
-from zeroshard.engine.restarts import batch_of_run
+from zeroshard.engine.restarts import batch_of_run, check_can_save_in
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
 from zeroshard.engine.wrapping import cut_block
 from zeroshard.errors import UsageError
-from zeroshard.experts.placement import number_experts
-from zeroshard.experts.stacked import expert_block
+from zeroshard.experts.placement import number_experts, place_experts
+from zeroshard.experts.stacked import expert_block, planned_stacks
 from zeroshard.metrics.monitors import Monitors, build_monitors
 from zeroshard.metrics.sinks import check_packages
 from zeroshard.optim.factory import build_optimizer
@@ -42,6 +40,7 @@ from zeroshard.precision.hardware import hardware_of
 from zeroshard.precision.policy import Policy, policy_from
 from zeroshard.session.session import set_up_together
 from zeroshard.zero.init_mesh import check_built_for, check_whole
+from zeroshard.zero.param_bucket import whole_values
 from zeroshard.zero.sharded_parameter import owner_of
 from zeroshard.zero.unit import Unit
 
@@ -126,8 +125,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     # Before pipeline stages are taken, because plans name layers of all stages.
     given = _share_layers(given, mesh, loaded, rank_info.rank)
     copies = head_copies(model.parameters())  # of all stages: every rank opens the same groups
-    ties = model.ties if isinstance(model, PipelineModel) else None
-    experts = place_all(model, mesh, loaded, rank_info.rank, ties)
+    experts = _place_experts(model, mesh, loaded, rank_info.rank)
     mesh = replace(mesh, expert=max(experts, default=1))
     policy = policy_from(settings)
     if isinstance(model, PipelineModel):
@@ -136,10 +134,10 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
     probes = probed(inner, policy) if inner is not None else {}
     blocks = find_blocks(model, mesh, rank_info.rank)
-    check_is_cut(blocks.values(), mesh, loaded.origins["parallel.tensor"])
-    check_adapters(given.model, mesh)
+    check_is_cut(model, blocks.values(), mesh, loaded.origins["parallel.tensor"])
     device_nbytes = memory_nbytes(device)
-    _tell_cut(model, settings, device_nbytes, rank_info)
+    if rank_info.is_main_rank and (said := cut_block(model, settings, device_nbytes)):
+        logger.info("%s", said)
     specs = plan_units(
         model, settings, policy, inner,
         num_shards=len(mesh.group(rank_info.rank, SHARDS)),
@@ -154,11 +152,6 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         build_monitors(settings) if rank_info.is_main_rank else Monitors(),
         copies, experts,
     )  # fmt: skip
-
-
-def _tell_cut(model: nn.Module, settings: Config, device_nbytes: int, rank_info: RankInfo) -> None:
-    if rank_info.is_main_rank and (said := cut_block(model, settings, device_nbytes)):
-        logger.info("%s", said)
 
 
 def check_model_on(mesh: Mesh, model: nn.Module, settings: Config) -> None:
@@ -225,6 +218,22 @@ def _share_layers(
     return given
 
 
+def _place_experts(
+    model: nn.Module, mesh: Mesh, loaded: LoadedConfig, rank: int
+) -> tuple[int, ...]:
+    """See :func:`~zeroshard.experts.placement.place_experts`. Collective if ranks will share stacked
+    experts that ``zero.Init`` has sharded: then the ranks agree before."""
+    stacks = planned_stacks(model) if mesh.expert > 1 else {}
+    params = [param for module in stacks.values() for param in module.parameters()]
+    is_sharded = any(owner_of(param) is not None for param in params)
+    ties = model.ties if isinstance(model, PipelineModel) else None
+    origin = loaded.origins["parallel.expert"]
+    if not is_sharded:
+        return place_experts(model, mesh, rank, origin, ties, lambda param: param.data)
+    with set_up_together("initialize", trust=loaded.config.trust, plan=loaded.agreed()):
+        return place_experts(model, mesh, rank, origin, ties, whole_values)
+
+
 def cut_tensor(given: EngineArguments, mesh: Mesh, loaded: LoadedConfig) -> EngineArguments:
     """Cut the model over tensor ranks if the program asked for it. Collective then.
 
@@ -262,13 +271,16 @@ def cut_tensor(given: EngineArguments, mesh: Mesh, loaded: LoadedConfig) -> Engi
     return replace(given, model_parameters=applied.renewed(listed) or None)
 
 
-def check_is_cut(blocks: Iterable[SlotBlock], mesh: Mesh, origin: str) -> None:
+def check_is_cut(model: nn.Module, blocks: Iterable[SlotBlock], mesh: Mesh, origin: str) -> None:
     """Check that tensor ranks hold parts of the model. ``origin``: who gave the size of ``tensor``.
 
     Raises:
-        UsageError: there are tensor ranks, and each of them has the whole model.
+        UsageError: there are tensor ranks, and each of them has the whole model; or adapters of PEFT were
+            made for one tensor rank's part of a layer.
     """
-    if mesh.tensor > 1 and not any(block.split for block in blocks):
+    if mesh.tensor == 1:
+        return
+    if not any(block.split for block in blocks):
         raise UsageError(
             f"the mesh is {mesh.text} (tensor: {origin}), but no parameter of the model is cut over "
             "tensor ranks: they would all compute the same, and hold the whole model. Write "
@@ -277,18 +289,10 @@ def check_is_cut(blocks: Iterable[SlotBlock], mesh: Mesh, origin: str) -> None:
             "zeroshard.parallel.tensor_parallel(model, mesh) (or deepspeed.tp_model_init) before "
             'initialize(), or pass plan="auto" to it. Or leave the size out.'
         )
+    # Imported here for the reason in cut_tensor.
+    from zeroshard.parallel.adapters import check_made_before_the_cut
 
-
-def check_adapters(model: nn.Module, mesh: Mesh) -> None:
-    """Check that adapters of PEFT in layers that are cut were cut with them.
-
-    Raises:
-        UsageError: some were made for one tensor rank's part of a layer.
-    """
-    if mesh.tensor > 1:  # imported here for the reason in cut_tensor
-        from zeroshard.parallel.adapters import check_made_before_the_cut
-
-        check_made_before_the_cut(model)
+    check_made_before_the_cut(model)
 
 
 def hidden_size(model: nn.Module) -> int | None:

@@ -16,13 +16,12 @@ from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.engine import export, failed_call
 from zeroshard.engine.build import build_engine
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
-from zeroshard.engine.checkpoint_saver import CheckpointSaver
+from zeroshard.engine.checkpoint_saver import CheckpointSaver, Counters, TrainingState
 from zeroshard.engine.draft import EngineArguments
 from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
 from zeroshard.engine.pipeline import make_runner
-from zeroshard.engine.preemption import Preemption
+from zeroshard.engine.restarts import Preemption
 from zeroshard.engine.training_engine import TrainingEngine
-from zeroshard.engine.training_state import Counters, TrainingState
 from zeroshard.errors import UnsupportedError, UsageError, in_short
 from zeroshard.metrics.flops import counted
 from zeroshard.zero.hooks import StepHooks

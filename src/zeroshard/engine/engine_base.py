@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -147,3 +148,20 @@ def nearest_name(engine: nn.Module, name: str) -> str:
     public = [each for each in dir(engine) if not each.startswith("_")]
     near = get_close_matches(name, public, n=1, cutoff=0.7)
     return f". Did you mean {near[0]!r}?" if near else ""
+
+
+class ManualGC:
+    """No cyclic garbage collection but at step boundaries (key ``disable_python_gc``)."""
+
+    def __init__(self) -> None:
+        self._was_on = gc.isenabled()
+        gc.disable()
+
+    def collect(self) -> None:
+        """Collect what recent steps left; what has survived several collections is not looked at."""
+        gc.collect(1)
+
+    def close(self) -> None:
+        """Give the interpreter its collector back."""
+        if self._was_on:
+            gc.enable()

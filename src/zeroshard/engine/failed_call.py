@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, SupportsIndex
 
 import torch
+from torch import Tensor
 
 from zeroshard.comm.collectives import first_line
 from zeroshard.engine import out_of_memory
@@ -68,3 +69,54 @@ def named(error: Exception) -> str:
     if "memory" in str(error).lower() or isinstance(error, MemoryError):
         return f"{name} (an allocation failed)"
     return f"{name}: {first_line(error)}"
+
+
+def backward_error(loss: Any, error: Exception) -> UsageError | None:
+    """A clearer error for one that ``loss.backward()`` raised; None if there is none.
+
+    The loss is not a scalar tensor, has no graph, or its graph saved a parameter that has changed.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        return UsageError(
+            f"engine.backward needs a scalar loss, got {shape}. Reduce it first, for instance "
+            "with .mean()."
+        )
+    if not loss.requires_grad:
+        return UsageError(
+            "engine.backward(loss): the loss has no graph. It was computed under torch.no_grad(), "
+            "detached, or depends on no trainable parameter."
+        )
+    if "modified by an inplace operation" not in str(error):
+        return None
+    return UsageError(
+        "backward needs a tensor that was changed after forward. If the program changed it in "
+        "place, correct the program: the error would be the same without ZeRO. If the tensor is a "
+        "parameter, there are two possible causes. Either the parameters were updated between "
+        "forward and backward: a graph kept by retain_graph=True cannot be used after "
+        "engine.step(). Or a module that is gathered as one unit stored a tensor outside of its "
+        "output (self.aux_loss = ...), so the engine did not detect that backward entered the "
+        "module: return that tensor from its forward, in a tuple, dict or dataclass. Error of "
+        "torch: " + str(error).split(". Hint")[0]
+    )
+
+
+def check_sharing(mine: Any, other: Any) -> None:
+    """Check that the backward of engine ``other`` is right for engine ``mine``.
+
+    Raises:
+        UsageError: the engines divide the loss differently, or one of them alone scales it.
+    """
+    own, theirs = mine.accumulation.steps, other.accumulation.steps
+    if own != theirs:
+        raise UsageError(
+            "one loss was computed with two engines, with "
+            f"gradient_accumulation_steps={theirs} and {own}. backward() of one engine "
+            "divides the loss wrongly for the other. Use the same number."
+        )
+    if mine.scales_loss != other.scales_loss:
+        raise UsageError(
+            "one loss was computed with two engines, and only one of them scales it (fp16). What "
+            "overflows there would be an error of the other one, or be lost. Train both in fp16, or "
+            "give each engine its own loss."
+        )

@@ -6,12 +6,14 @@ gradients nobody can tell which rank a NaN came from. So each rank keeps the los
 are on the device, until the outcome of the step is known.
 
 In fp16 a gradient that overflows although the losses are finite is what the loss scale is for. Such a
-step is skipped and the scale lowered, whatever the policy.
+step is skipped and the scale lowered, whatever the policy. Engines that share a loss share its scale,
+too: :class:`LossSharing`.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -191,3 +193,50 @@ def _floor_text(engine: Any, report: Any, cause: Cause) -> str:
         f"help. {cause.text} If the model was trained in bf16 before, train it in bf16. Otherwise check "
         'the loss, or lower "fp16": {"min_loss_scale"}.'
     )
+
+
+# ---------------------------------------------------------------- losses of several engines
+
+
+class LossSharing:
+    """The engines that have shared a loss with one engine, and what the running backward carries.
+
+    ``engine.backward(loss)`` multiplies the loss by one number, so all gradients of that backward carry
+    it, also those of other engines that the loss was computed with. In the step, an engine divides its
+    gradients by its own loss scale. So gradients that carry another number are multiplied by the quotient
+    of the two when they arrive (:attr:`~zeroshard.zero.gradients.GradBuffer.rescale`). Then every
+    gradient that an engine holds carries its own scale, whatever this rank or another one computed it
+    with; each engine finds its own overflows, skips its own steps and adapts its own scale. Loss scales
+    are powers of two unless the configuration has others, so the product is exact as long as it is in the
+    range of fp16.
+
+    The number is the smallest loss scale of the engines that have shared a loss. With a larger one, an
+    engine whose gradients overflow would lower its own scale in vain. Which engines share losses is known
+    after their first backward. Only what fp16 cannot represent depends on the number, so ranks need not
+    agree on it.
+    """
+
+    def __init__(self, own_scale: Tensor) -> None:
+        self._own_scale = own_scale  # updated in place
+        self._partners: weakref.WeakSet[LossSharing] = weakref.WeakSet()
+        self._carried = own_scale
+
+    def begin(self) -> Tensor:
+        """The number by which :meth:`Engine.backward` multiplies the loss, 0-dim."""
+        scales = [self._own_scale, *(other._own_scale for other in self._partners)]
+        self._carried = torch.stack(scales).amin() if len(scales) > 1 else self._own_scale
+        return self._carried
+
+    def close(self) -> None:
+        """The engine trains no more: its scale, which stays, limits no other."""
+        for other in self._partners:
+            other._partners.discard(self)
+
+    def rescale(self, running: LossSharing) -> Tensor | None:
+        """What gradients of ``running``'s backward are multiplied by, 0-dim; None: by nothing."""
+        if running is not self:
+            self._partners.add(running)
+            running._partners.add(self)
+        if running._carried is self._own_scale:
+            return None
+        return self._own_scale / running._carried

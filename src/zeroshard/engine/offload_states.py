@@ -34,7 +34,7 @@ from torch import Tensor
 from zeroshard.core.tiers import Tier
 from zeroshard.device.choice import ops_of
 from zeroshard.device.ops import DeviceOps
-from zeroshard.engine.runtime import ZeroRuntime
+from zeroshard.engine.build_runtime import ZeroRuntime
 from zeroshard.errors import UsageError
 from zeroshard.offload.swapped_storage import HostBuffer, SwappedStorages, distinct
 from zeroshard.zero.hooks import StepHooks, in_backward

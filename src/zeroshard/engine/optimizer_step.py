@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 
 from zeroshard.config import Config
 from zeroshard.device.choice import ops_of, read
-from zeroshard.engine.runtime import ZeroRuntime
+from zeroshard.engine.build_runtime import ZeroRuntime
 from zeroshard.errors import UsageError
 from zeroshard.metrics.step_report import StepReport, learning_rates
 from zeroshard.offload.async_update import PendingUpdates
@@ -468,16 +468,6 @@ def loss_of(losses: Sequence[Tensor], weight: float) -> RankLoss:
 def _is_whole(loss: Tensor) -> bool:
     """Whether this rank has the value. For a cut DTensor that would be a collective."""
     return all(placement.is_replicate() for placement in getattr(loss, "placements", ()))
-
-
-def is_fake(tensor: Tensor | None) -> bool:
-    """Whether the tensor is a fake one, without values: for planning, not training."""
-    return isinstance(tensor, FakeTensor)
-
-
-def is_simulated() -> bool:
-    """Whether a planner builds this engine: its tensors have no values."""
-    return is_fake(torch.empty(0))
 
 
 def read_flag(flag: Tensor) -> bool | None:

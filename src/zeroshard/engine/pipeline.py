@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from zeroshard.comm.collectives import first_line
 from zeroshard.device.choice import read
-from zeroshard.engine.optimizer_step import is_fake
 from zeroshard.engine.pipeline_batches import agreed_batches
 from zeroshard.errors import DistributedError, UsageError, ZeroShardError, in_short
 from zeroshard.parallel.split import PipelineModel
@@ -29,7 +29,7 @@ from zeroshard.zero.unit import Unit
 
 if TYPE_CHECKING:
     from zeroshard.session.comm_session import CommSession
-    from zeroshard.session.opener import PipelineLinks
+    from zeroshard.session.groups import PipelineLinks
 
 REFUSED = {
     "forward": "runs the whole model, of which this rank has a part",

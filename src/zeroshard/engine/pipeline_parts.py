@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from zeroshard.comm.collectives import first_line
 from zeroshard.device.choice import read
-from zeroshard.engine.optimizer_step import is_fake
 from zeroshard.engine.pipeline import gathered, give_up, tied_gathered
 from zeroshard.engine.pipeline_batches import agree_on_parts
 from zeroshard.engine.training_engine import NO_OPTIMIZER, TrainingEngine
@@ -37,7 +37,7 @@ from zeroshard.zero.reduce import BackwardKind
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Handle
-    from zeroshard.session.opener import PipelineLinks
+    from zeroshard.session.groups import PipelineLinks
 
 ACTIVATIONS, GRADIENTS = "activation", "gradient"
 """What a message brings: outputs of a stage to the next one, or their gradients back."""

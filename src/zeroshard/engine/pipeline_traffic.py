@@ -8,25 +8,25 @@ Every rank chooses from the facts of all ranks, so all choose the same.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import product
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 
-from zeroshard.comm.collectives import Comm
 from zeroshard.comm.host import host_number
 from zeroshard.core.ledger import Key
-from zeroshard.core.nbytes import UnitBytes
+from zeroshard.core.nbytes import UnitBytes, state_nbytes
 from zeroshard.core.stages import Stage
 from zeroshard.core.tiers import Tier
 from zeroshard.device.choice import ops_of, read
-from zeroshard.engine.unit_plan import UnitSpec
+from zeroshard.engine.draft import Draft
 from zeroshard.errors import UsageError
 from zeroshard.memory.host_limits import gib, host_limits
 from zeroshard.offload.capacity_check import demand_of
 from zeroshard.parallel.split import AUTO, GATHER, PipelineModel
+from zeroshard.session.comm_session import CommSession
 
 SPARE = 0.5
 """The part of the free memory that is left to activations, messages and the program."""
@@ -157,24 +157,19 @@ def _in_words(
 
 
 def facts_of(
-    specs: Sequence[UnitSpec],
-    plan: Sequence[UnitBytes],
-    planned: Mapping[Key, int],
-    stage: Stage,
-    device: torch.device,
-    *,
-    shares: int,
-    rank: int,
+    draft: Draft, watch: CommSession, plan: Sequence[UnitBytes], stage: Stage
 ) -> RankMemory:
-    """The facts of this rank. ``shares``: the ranks that a unit is sharded over. ``rank``: global.
+    """The facts of this rank.
 
-    ``planned``: bytes by category and tier (:func:`zeroshard.core.nbytes.state_nbytes`). Units that are
-    tied over stages are left out: they are gathered and reduced once per step in any case.
+    Units that are tied over stages are left out: they are gathered and reduced once per step in any case.
     """
-    own = [(s, row) for s, row in zip(specs, plan, strict=True) if s.pipeline_stage is not None]
-    gathered = [(s, row) for s, row in own if stage.shards_params and shares > 1]
+    planned = state_nbytes(plan, stage, watch.gathers.rank)
+    rows = zip(draft.specs, plan, strict=True)
+    own = [(spec, row) for spec, row in rows if spec.pipeline_stage is not None]
+    shares = draft.mesh.pipeline > 1 and watch.gathers.size > 1
+    gathered = [(s, row) for s, row in own if stage.shards_params and shares]
     reduced = [s for s, _ in own if s.trainable and stage.shards_grads]
-    place, free_nbytes, needed_nbytes = _room(planned, device, rank)
+    place, free_nbytes, needed_nbytes = _room(planned, draft.device, draft.rank_info.rank)
     return RankMemory(
         place=place,
         free_nbytes=free_nbytes,
@@ -196,27 +191,23 @@ def _room(planned: Mapping[Key, int], device: torch.device, rank: int) -> tuple[
 
 
 def agreed_traffic(
-    model: torch.nn.Module,
-    facts: Callable[[], RankMemory],
-    world: Comm,
-    device: torch.device,
-    *,
-    micro_batches: int,
+    draft: Draft, watch: CommSession, plan: Sequence[UnitBytes], stage: Stage
 ) -> PipelineTraffic:
     """What this model's pipeline does, the same on every rank. Collective if the model asks for auto.
 
     Raises:
         UsageError: auto without a limit in a simulation, where no memory can be asked.
     """
+    model = draft.model
     if not isinstance(model, PipelineModel):
         return PipelineTraffic("micro_batch", "micro_batch")
     asked, limit_nbytes = (model.gather, model.reduce), model.auto_limit_nbytes
     if AUTO not in asked:
         return PipelineTraffic(*asked)
-    own = facts()
-    row_K = torch.tensor(astuple(own), dtype=torch.float64).to(device)
-    rows = world.all_gather_small(row_K, name="facts for auto")
-    if not isinstance(rows, FakeTensor):
+    own = facts_of(draft, watch, plan, stage)
+    row_K = torch.tensor(astuple(own), dtype=torch.float64).to(draft.device)
+    rows = watch.world.all_gather_small(row_K, name="facts for auto")
+    if not is_fake(rows):
         ranks = [RankMemory(*map(int, row)) for row in read(rows)]
     elif limit_nbytes is not None:
         ranks = [own]
@@ -225,4 +216,5 @@ def agreed_traffic(
             'gather="auto" or reduce="auto" in a simulation: it has one rank of many and no memory, so '
             'it does not know what fits. Name "step" or "micro_batch", or pass auto_limit_nbytes=.'
         )
+    micro_batches = draft.loaded.config.gradient_accumulation_steps or 1
     return choose_traffic(*asked, ranks, micro_batches=micro_batches, limit_nbytes=limit_nbytes)

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from zeroshard.data.batches import agreed_batches, loader_for
 from zeroshard.data.data_loader import ResumableLoader
 from zeroshard.device.choice import on_host
-from zeroshard.engine import failed_call, out_of_memory, shared_loss
-from zeroshard.engine.arguments import backward_error
+from zeroshard.engine import failed_call, out_of_memory
 from zeroshard.engine.build import EngineParts
-from zeroshard.engine.engine_base import EngineBase
-from zeroshard.engine.manual_gc import ManualGC
-from zeroshard.engine.non_finite import NonFinitePolicy
+from zeroshard.engine.engine_base import EngineBase, ManualGC
+from zeroshard.engine.non_finite import LossSharing, NonFinitePolicy
 from zeroshard.engine.optimizer_step import SkippedSteps, loss_of
 from zeroshard.engine.pipeline import (
     Evaluation,
@@ -27,8 +25,7 @@ from zeroshard.engine.pipeline import (
     evaluate_alone,
     train_alone,
 )
-from zeroshard.engine.preemption import Preemption
-from zeroshard.engine.shared_loss import LossSharing
+from zeroshard.engine.restarts import Preemption
 from zeroshard.errors import UsageError
 from zeroshard.metrics.step_report import StepReport, learning_rates
 from zeroshard.precision.casting import cast_floats
@@ -117,7 +114,7 @@ class TrainingEngine(EngineBase):
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except Exception as error:
             failed_call.tell(self, error, "backward")
-            if (clearer := backward_error(loss, error)) is not None:
+            if (clearer := failed_call.backward_error(loss, error)) is not None:
                 raise clearer from error
             raise
         finally:
@@ -162,7 +159,7 @@ class TrainingEngine(EngineBase):
             return False
         if running:
             caller = self if self in running else running[-1]
-            shared_loss.check(self, caller)
+            failed_call.check_sharing(self, caller)
             if self.scales_loss:
                 self.accumulation.rescale = self._sharing.rescale(caller._sharing)
         else:

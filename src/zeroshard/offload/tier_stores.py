@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zeroshard.config.schema import OffloadOptimizerConfig, OffloadParamConfig
+from zeroshard.config.zero_section import OffloadOptimizerConfig, OffloadParamConfig
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.device.copy_streams import CopyStreams

@@ -117,7 +117,7 @@ class PipelineModel(nn.Module):
     given_names: tuple[str, ...] = ()
     """Those of :attr:`input_names` that the micro-batches of the running step have."""
     batch_cut: Any = None
-    """Cuts micro-batches over sequence ranks (``engine.pipeline_sequences``); None: there are none."""
+    """Cuts micro-batches over sequence ranks (``engine.pipeline_batches``); None: there are none."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from zeroshard.comm.simulation import lone_group
 from zeroshard.core.mesh import Mesh
-from zeroshard.engine.pipeline_inputs import named_inputs, names_in
+from zeroshard.engine.pipeline_batches import named_inputs, names_in
 from zeroshard.errors import UsageError
 from zeroshard.parallel.pipeline_stage import Boundary, as_tensors
 from zeroshard.parallel.split import PipelineModel, StageModule

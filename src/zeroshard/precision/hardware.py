@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.config.loaded import Hardware
+from zeroshard.config.resolve import Hardware
 from zeroshard.device.choice import ops_of
 from zeroshard.precision.policy import Policy
 

@@ -1,4 +1,4 @@
-"""The communicators of an engine, with what watches them, until it is closed."""
+"""The communicators of an engine: how they are opened, and what watches them until they are closed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -17,13 +18,17 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.agreement import ControlGroup
-from zeroshard.comm.collectives import Comm, first_line
-from zeroshard.comm.connect import connected_device
+from zeroshard.comm.collectives import Comm, first_line, queues_on_device
+from zeroshard.comm.connect import connected_device, make_comm, open_link
+from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.host import new_sockets, open_sockets, shut_down
 from zeroshard.comm.layer_calls import LayerCalls, forget_layers, watch_layers
 from zeroshard.comm.nested import NestedComm
 from zeroshard.comm.recorder import Recorder
+from zeroshard.comm.shm_messages import ShmLink
+from zeroshard.comm.stage_messages import Channel, channels_of
 from zeroshard.comm.two_hop import TwoHopComm
+from zeroshard.core.mesh import Mesh
 from zeroshard.errors import (
     DistributedError,
     RankDivergence,
@@ -31,16 +36,21 @@ from zeroshard.errors import (
     UsageError,
     ZeroShardError,
 )
-from zeroshard.session.opener import (
+from zeroshard.session.groups import (
     GroupKind,
     PipelineLinks,
+    SessionWatch,
+    divergence_text,
     own_group,
 )
-from zeroshard.session.watch import SessionWatch, divergence_text
 from zeroshard.watchdog.lone_reads import LoneReadCheck
+from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.stop_agreement import StopAgreement
 from zeroshard.watchdog.stop_signals import StopSignals
+from zeroshard.watchdog.tracked_calls import calls_of
 from zeroshard.watchdog.uncaught import leave_uncaught
+from zeroshard.watchdog.watchdog import Watchdog
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -297,3 +307,175 @@ class CommSession:
         while self.groups:  # closed once more after an error
             with contextlib.suppress(ValueError):  # the program destroyed all groups before us
                 dist.destroy_process_group(self.groups.pop())
+
+
+# ---------------------------------------------------------------- opening
+
+
+@dataclass(frozen=True, eq=False)
+class SetUpRanks:
+    """The ranks of one set-up, ``me``, the index of this rank among them, and the set-up's ``number``."""
+
+    ranks: tuple[int, ...]
+    me: int
+    number: int
+    call: str
+    settings: WatchdogSettings
+    watchdog: Watchdog | None
+
+    @property
+    def label(self) -> str:
+        """The name of what is set up; the same on every rank."""
+        return f"{self.call} {self.number}"
+
+    @property
+    def recording(self) -> Path | None:
+        """The file for this rank's recording of the collectives over all ranks; None: nobody watches."""
+        return None if self.watchdog is None else self.watchdog.folder / str(self.number)
+
+    @property
+    def check(self) -> Callable[..., None]:
+        """A function that raises the fatal diagnosis, if there is one."""
+        return self.watchdog.check if self.watchdog is not None else lambda _missing=(): None
+
+
+@dataclass(eq=False)
+class SessionOpener:
+    """Opens the communicators of one session and notes what is to be closed after an error."""
+
+    crew: SetUpRanks
+    peers: Mapping[int, Peer]
+    transport: str
+    device: torch.device
+    home: Recorder  # of the collectives over all ranks
+    session_watch: SessionWatch | None
+    comms: list[Comm] = field(default_factory=list)
+    recorders: list[Recorder] = field(default_factory=list)
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    sockets: dict[int, str] = field(default_factory=dict)  # of ``groups``
+
+    def open(
+        self, recorder: Recorder, group: dist.ProcessGroup, purposes: Sequence[str]
+    ) -> list[Comm]:
+        """One communicator for each purpose, or one for all, if its transport has no queue."""
+        settings, opened = self.crew.settings, []
+        guard = self.session_watch.explainer(recorder) if self.session_watch is not None else None
+        for purpose in purposes:
+            comm = make_comm(
+                transport=self.transport,
+                recorder=recorder,
+                group=group,
+                purpose=purpose,
+                device=self.device,
+                guard=guard,
+                timeout_s=settings.collective_timeout_s + 60,
+                check=self.crew.check,
+            )
+            self.comms.append(comm)
+            opened.append(comm)
+            if not queues_on_device(comm):
+                break
+        return opened
+
+    def watch_group(self, name: str, kind: str, members: tuple[int, ...]) -> Recorder:
+        """A recorder of what ``members`` call or send among themselves, which the watch follows.
+
+        ``kind``: distinguishes its file from those of this rank's other groups.
+        """
+        crew, rank = self.crew, self.crew.ranks[self.crew.me]
+        theirs = {
+            r: replace(self.peers[r], recording=_beside(self.peers[r], kind)) for r in members
+        }
+        own = Path(theirs[rank].recording) if theirs[rank].recording else None
+        recorder = Recorder(
+            name, recording=own, ring=crew.settings.ring, rank=rank, group_size=len(members)
+        )
+        self.recorders.append(recorder)
+        if self.session_watch is not None:
+            self.session_watch.parts.append(
+                calls_of(
+                    recorder, f"{crew.label}, {name}", crew.settings,
+                    peers=theirs, home=self.home, members=members,
+                )
+            )  # fmt: skip
+        return recorder
+
+    def open_layers(self, mesh: Mesh, expert_sizes: Sequence[int]) -> Recorder | None:
+        """A recorder of the collectives of layers; None without tensor, sequence and expert ranks."""
+        rank = self.crew.ranks[self.crew.me]
+        found = set(mesh.group(rank, {"tensor", "sequence"}))
+        found.update(*(mesh.expert_group(rank, size) for size in expert_sizes))
+        members = tuple(sorted(found))
+        if len(members) == 1:
+            return None
+        return self.watch_group(f"layers of {rank_ranges(members)}", "layers", members)
+
+    def open_pipeline(self, mesh: Mesh) -> PipelineLinks:
+        """The pipeline of this rank, whose messages the watch follows."""
+        rank = self.crew.ranks[self.crew.me]
+        recorders = {
+            channel: self.watch_group(
+                channel.name,
+                f"messages-{channel.source}-{channel.target}",
+                (channel.source, channel.target),
+            )
+            for channel in channels_of(mesh.group(rank, {"pipeline"}), rank)
+        }
+        opened = PipelineLinks.open(mesh, rank, self.session_watch, recorders, self._link)
+        self.groups.append(opened.group)
+        return opened
+
+    def _link(
+        self, channel: Channel, recorder: Recorder, group: dist.ProcessGroup
+    ) -> ShmLink | None:
+        watch = self.session_watch
+        return open_link(
+            channel,
+            transport=self.transport,
+            group=group,
+            device=self.device,
+            recorder=recorder,
+            guard=None if watch is None else watch.explainer(recorder),
+            timeout_s=self.crew.settings.collective_timeout_s + 60,
+            check=self.crew.check,
+        )
+
+    def open_group(self, kind: GroupKind, purposes: Sequence[str]) -> list[Comm]:
+        """The communicators of this rank's group, which the watch follows; none if it is in no group."""
+        rank = self.crew.ranks[self.crew.me]
+        before = open_sockets()
+        # Collectives of one process group of a device share a stream, so each purpose has its own.
+        world = dist.group.WORLD
+        assert world is not None  # several ranks
+        connected = connected_device(world, self.device)
+        count = 1 if connected is None else len(purposes)
+        made = [own_group(kind.groups, rank, connected) for _ in range(count)]
+        groups = [group for group in made if group is not None]
+        if not groups:
+            return []
+        self.groups += groups
+        self.sockets.update(new_sockets(before))
+        members = next(ranks for ranks in kind.groups if rank in ranks)
+        recorder = self.watch_group(f"{kind.name} {rank_ranges(members)}", kind.name, members)
+        named = [f"{kind.name} {purpose}" for purpose in purposes]
+        if count == 1:
+            return self.open(recorder, groups[0], named)
+        return [
+            comm
+            for group, purpose in zip(groups, named, strict=True)
+            for comm in self.open(recorder, group, [purpose])
+        ]
+
+    def give_up(self, error: BaseException) -> None:
+        """Close what was opened here, because the session cannot be opened."""
+        for comm in self.comms:
+            comm.close()
+        for recorder in self.recorders:
+            recorder.close()
+        if self.session_watch is not None:
+            self.session_watch.close(f"{type(error).__name__}: {first_line(error)}")
+
+
+def _beside(peer: Peer, kind: str) -> str:
+    """The path of a rank's recording for its group of one kind."""
+    return f"{peer.recording}-{kind}" if peer.recording else ""

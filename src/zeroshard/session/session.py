@@ -29,17 +29,9 @@ from zeroshard.errors import (
     DistributedError,
     LaunchError,
 )
-from zeroshard.session.comm_session import CommSession
+from zeroshard.session.comm_session import CommSession, SessionOpener, SetUpRanks
+from zeroshard.session.groups import GroupKind, PipelineLinks, SessionWatch, groups_of, own_group
 from zeroshard.session.join import own_client, place_of, store_rank, watchdog_of
-from zeroshard.session.opener import (
-    GroupKind,
-    PipelineLinks,
-    SessionOpener,
-    SetUpRanks,
-    groups_of,
-    own_group,
-)
-from zeroshard.session.watch import SessionWatch
 from zeroshard.version import __version__
 from zeroshard.watchdog.messages import LEAVERS, watchdog_namespace
 from zeroshard.watchdog.rank_status import Peer, Peers

@@ -33,8 +33,8 @@ from zeroshard.experts.marks import inside, ranks_of_layer
 from zeroshard.memory.storage import is_aliased
 from zeroshard.precision.policy import policy_from
 from zeroshard.session.comm_session import CommSession
+from zeroshard.session.groups import groups_of
 from zeroshard.session.join import join_ranks
-from zeroshard.session.opener import groups_of
 from zeroshard.session.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.zero import materialize, sharded_parameter

@@ -308,7 +308,7 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
 def _communicators(storages: Storages, exchange: Exchange) -> Iterator[None]:
     """A context in which groups of torch's fake backend and the engine's communicators are the model."""
     from zeroshard.comm.collectives import ProcessGroupComm
-    from zeroshard.session import opener, session
+    from zeroshard.session import comm_session, session
 
     patches = Patches()
     plugins = dist.Backend._plugins  # type: ignore[attr-defined]
@@ -327,7 +327,7 @@ def _communicators(storages: Storages, exchange: Exchange) -> Iterator[None]:
         return comm
 
     plugins["FAKE"] = before._replace(creator_fn=create)
-    for module in (session, opener):
+    for module in (session, comm_session):
         patches.set(module, "make_comm", make_comm)
     try:
         yield

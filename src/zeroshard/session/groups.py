@@ -1,16 +1,23 @@
-"""What the watchdog follows of one session: its sequences of calls, and its explanations of errors."""
+"""The groups of ranks of a session, and what the watchdog follows of their calls."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from zeroshard.comm.collectives import lost_text
 from zeroshard.comm.flight_recorder import rank_ranges
+from zeroshard.comm.host import new_sockets, open_sockets, shut_down
 from zeroshard.comm.recorder import Item, Recorder, StepMarks
+from zeroshard.comm.shm_messages import ShmLink
+from zeroshard.comm.stage_messages import Channel, StageMessages
+from zeroshard.core.mesh import SHARDS, Mesh
 from zeroshard.errors import RankDivergence, RankLost
 from zeroshard.watchdog.lone_reads import LoneReadCheck
 from zeroshard.watchdog.messages import StoreLost
@@ -114,11 +121,8 @@ class SessionWatch:
 
         ``recorder`` has the collectives of the session.
         """
-        label, ranks, watchdog = self.label, tuple(self.peers), self._weak_watchdog()
-
-        def call(operation: Callable[[Any], Any]) -> Any:
-            return watchdog().messages.call(operation)
-
+        label, ranks = self.label, tuple(self.peers)
+        watchdog, call = self._weak_watchdog()
         readers = LoneReadCheck(
             call,
             label=label,
@@ -139,11 +143,7 @@ class SessionWatch:
 
         ``rank``: the global rank of this process.
         """
-        watchdog = self._weak_watchdog()
-
-        def call(operation: Callable[[Any], Any]) -> Any:
-            return watchdog().messages.call(operation)
-
+        watchdog, call = self._weak_watchdog()
         agreement = StopAgreement(
             signals,
             rank=rank,
@@ -164,13 +164,9 @@ class SessionWatch:
         ``recorder``: of the collectives over all ranks. ``waits``: recorders whose waits are for other
         ranks. ``groups``: ranks with the same work. Incidents go to ``self.pace.listeners``.
         """
-        watchdog, peers = self._weak_watchdog(), self.peers
-
-        def call(operation: Callable[[Any], Any], timeout_s: float) -> Any:
-            return watchdog().messages.call(operation, timeout_s)
-
+        peers = self.peers
         self.pace = Pace(
-            call,
+            self._weak_watchdog()[1],
             recorder,
             StepMarks(waits),
             label=self.label,
@@ -183,8 +179,8 @@ class SessionWatch:
         )
         self.errands.append(self.pace.look)
 
-    def _weak_watchdog(self) -> Callable[[], Watchdog]:
-        """Gives the watchdog, and does not keep it alive."""
+    def _weak_watchdog(self) -> tuple[Callable[[], Watchdog], Callable[..., Any]]:
+        """What gives the watchdog, and what lets it call the store. Neither keeps it alive."""
         weak = weakref.ref(self._watchdog)
 
         def watchdog() -> Watchdog:
@@ -192,7 +188,10 @@ class SessionWatch:
                 raise StoreLost("the watchdog has ended")
             return strong
 
-        return watchdog
+        def call(operation: Callable[[Any], Any], *timeout_s: float) -> Any:
+            return watchdog().messages.call(operation, *timeout_s)
+
+        return watchdog, call
 
     def tell_left(self, reason: str) -> None:
         """Tell the other ranks why this rank makes no further call, before its connections are closed.
@@ -227,3 +226,136 @@ def divergence_text(odd: Sequence[int]) -> str:
         f"RankDivergence: {rank_ranges(odd)} called other collectives than the other ranks since "
         "the last check.\n  Run the same modules in the same order on every rank."
     )
+
+
+@dataclass(frozen=True)
+class GroupKind:
+    """A kind of groups: lists of ranks.
+
+    ``tie``: the pipeline ranks that share a tied weight. ``holds_copies``: ranks of a tensor group, some
+    of whose parameters are the same. ``experts``: above 1, the groups hold the same experts, and so many
+    ranks share those of a layer; those of replicas come second.
+    """
+
+    name: str
+    groups: Sequence[tuple[int, ...]]
+    tie: tuple[int, ...] = ()
+    holds_copies: bool = False
+    experts: int = 1
+
+    @property
+    def carries_units(self) -> bool:
+        """Whether units are gathered and reduced in these groups, both at the same time on NCCL."""
+        return self.name in ("holders", "node", "nodes")
+
+
+def groups_of(
+    mesh: Mesh,
+    ties: Sequence[tuple[int, ...]],
+    head_copies: Sequence[int],
+    expert_sizes: Sequence[int] = (),
+) -> Iterator[GroupKind]:
+    """The kinds of groups that a mesh needs besides all ranks.
+
+    ``head_copies``: how many neighbours in a tensor group share key/value heads, each number once.
+    ``expert_sizes``: how many ranks share the experts of a layer, likewise.
+    """
+    if mesh.node > 1:
+        ranks = range(mesh.world_size)
+        yield GroupKind("node", list(dict.fromkeys(map(mesh.node_group, ranks))))
+        yield GroupKind("nodes", list(dict.fromkeys(map(mesh.across_nodes, ranks))))
+    elif not mesh.is_flat:
+        yield GroupKind("holders", mesh.groups(SHARDS))
+    if mesh.data_replicate > 1:
+        yield GroupKind("replicas", mesh.groups({"data_replicate"}))
+    if mesh.tensor > 1:
+        yield GroupKind("tensor", mesh.groups({"tensor"}), holds_copies=True)
+    for copies in head_copies:
+        if copies < mesh.tensor:
+            runs = mesh.tensor_runs(copies)
+            yield GroupKind(f"heads-of-{copies}", runs, holds_copies=True)
+    for number, tie in enumerate(ties):
+        yield GroupKind(f"tied-{number}", mesh.tied_groups(tie), tie)
+    for size in expert_sizes:
+        yield GroupKind(f"experts-{size}", mesh.expert_holder_groups(size), experts=size)
+        if mesh.expert_replicas(size) > 1:
+            replicas = mesh.groups({"data_replicate"})
+            yield GroupKind(f"experts-{size}-replicas", replicas, experts=size)
+
+
+def own_group(
+    groups: Sequence[Sequence[int]], rank: int, device: torch.device | None = None
+) -> dist.ProcessGroup | None:
+    """A new process group over the group of ``rank``; None: it is in none.
+
+    Torch requires that all ranks make all groups. ``device``: for which the group connects at once, see
+    :func:`~zeroshard.comm.connect.connected_device`.
+    """
+    own: dist.ProcessGroup | None = None
+    for ranks in groups:
+        made = dist.new_group(list(ranks), group_desc="zeroshard mesh", device_id=device)
+        own = made if rank in ranks else own
+    return own
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineLinks:
+    """The messages that torch's schedules send in the process group of one pipeline, and its sockets."""
+
+    messages: StageMessages
+    sockets: Mapping[int, str]
+    session_watch: SessionWatch | None
+
+    @classmethod
+    def open(
+        cls,
+        mesh: Mesh,
+        rank: int,
+        session_watch: SessionWatch | None,
+        recorders: Mapping[Channel, Recorder] | None = None,
+        link: Callable[[Channel, Recorder, dist.ProcessGroup], ShmLink | None] | None = None,
+    ) -> PipelineLinks:
+        """Connect the pipelines of a mesh. Collective over all ranks.
+
+        ``link``: shares memory with the other end of a channel; None: it cannot.
+        """
+        before = open_sockets()
+        group = own_group(mesh.groups({"pipeline"}), rank)
+        assert group is not None  # every rank is in one pipeline
+        if recorders is None:
+            messages = StageMessages.unwatched(group)
+        else:
+            found = {c: link and link(c, recorders[c], group) for c in sorted(recorders)}
+            links = {channel: made for channel, made in found.items() if made is not None}
+            messages = StageMessages(group, recorders, links)
+        return cls(messages, new_sockets(before), session_watch)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the pipeline."""
+        return self.messages.group
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the pipeline, in the order of their stages."""
+        return dist.get_process_group_ranks(self.group)
+
+    def abort(self, cause: str = "") -> None:
+        """Make the waits of the other ranks for a message of this rank fail now, and its own waits.
+
+        ``cause``: this rank's own error, which the other ranks then raise as the reason.
+        """
+        if cause and self.session_watch is not None:
+            self.session_watch.tell_left(cause)
+        self.messages.abort()
+        shut_down(self.sockets)
+
+    def explain(self, detail: str) -> Exception:
+        """The exception for a message that did not arrive, because a rank of the pipeline has ended."""
+        peers = [r for r in dist.get_process_group_ranks(self.group) if r != dist.get_rank()]
+        found = None
+        if self.session_watch is not None:
+            found = self.session_watch.ask(peers)
+        return found or RankLost(
+            f"RankLost: a connection of the pipeline to {rank_ranges(peers)} failed: {detail}"
+        )
