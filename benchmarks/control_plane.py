@@ -210,7 +210,7 @@ class Rank:
         from zeroshard.comm.recorder import Recorder
         from zeroshard.session import session
         from zeroshard.session.groups import SessionWatch
-        from zeroshard.watchdog.stop_signals import StopSignals
+        from zeroshard.watchdog.stop_agreement import StopSignals
         from zeroshard.watchdog.tracked_calls import calls_of
 
         path = Path(self.peers[self.rank].recording)

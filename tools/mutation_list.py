@@ -1125,7 +1125,7 @@ MUTATIONS = [
     ),
     Mutation(
         "slow-rank-compared-with-itself",
-        "watchdog/stragglers.py",
+        "watchdog/pace.py",
         "(ordered[k if k < at else k + 1]",
         "(ordered[k if k <= at else k + 1]",
         "tests/unit/test_stragglers.py::test_one_slow_rank_is_named",
@@ -1183,7 +1183,7 @@ MUTATIONS = [
     ),
     Mutation(
         "half-a-host-takes-part-under-slurm",
-        "launch/next_ranks.py",
+        "launch/restart.py",
         "return () if whole and slots != host.slots else slots",
         "return slots",
         "tests/unit/test_next_ranks.py::test_under_slurm_a_host_takes_part_with_all_its_slots",

@@ -13,7 +13,7 @@ import pytest
 import warm_python
 
 import zeroshard.compat
-from zeroshard.cli import compat as compat_cli
+from zeroshard.cli import launch as launch_cli
 from zeroshard.deepspeed import api_table
 from zeroshard.deepspeed import install as ways
 from zeroshard.deepspeed.install import DIRECTORY
@@ -241,8 +241,8 @@ def test_a_pth_file_that_puts_another_one_first_is_found(installed, tmp_path):
 
 def test_one_that_wins_anyway_is_named(monkeypatch, capsys):
     assert ways.winner() == ""
-    monkeypatch.setattr(compat_cli, "winner", lambda: "/site/deepspeed/__init__.py")
-    compat_cli.warn_of_winner()
+    monkeypatch.setattr(launch_cli, "winner", lambda: "/site/deepspeed/__init__.py")
+    launch_cli.warn_of_winner()
     assert "'import deepspeed' imports /site/deepspeed/__init__.py" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.doctor import examination, facts, probes
+from zeroshard.doctor import examination, facts
 
 PYTHON = sys.executable
 
@@ -38,7 +38,7 @@ def test_a_probe_that_hangs_is_killed_with_its_children(tmp_path):
         f"open({str(told)!r}, 'w').write(str(os.getsid(0))); "
         "subprocess.Popen(['sleep', '600']); time.sleep(600)"
     )
-    outcome = probes.run([PYTHON, "-c", program], limit_s=3, environ=os.environ)
+    outcome = facts.probe([PYTHON, "-c", program], limit_s=3, environ=os.environ)
     assert (outcome.kind, outcome.text) == ("hang", "no answer in 3 s")
     session, end = int(told.read_text()), time.monotonic() + 20
     while found := living(
@@ -50,20 +50,20 @@ def test_a_probe_that_hangs_is_killed_with_its_children(tmp_path):
 
 def test_a_probe_that_fails_is_told_by_its_last_line():
     program = "raise ValueError('no such device')"
-    outcome = probes.run([PYTHON, "-c", program], limit_s=60, environ=os.environ)
+    outcome = facts.probe([PYTHON, "-c", program], limit_s=60, environ=os.environ)
     assert (outcome.kind, outcome.text) == ("failed", "ValueError: no such device")
 
 
 def test_a_rank_that_fails_ends_the_probe_at_once():
     """There is no GPU here, so NCCL cannot start."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    outcome = probes.collectives(2, "nccl", limit_s=60, environ=environ)
+    outcome = facts.collectives(2, "nccl", limit_s=60, environ=environ)
     assert outcome.kind == "failed"
     assert "Error" in outcome.text
 
 
 def test_a_program_that_is_missing_is_absent():
-    outcome = probes.run(["/no/such/program"], limit_s=5, environ=os.environ)
+    outcome = facts.probe(["/no/such/program"], limit_s=5, environ=os.environ)
     assert outcome.kind == "absent"
 
 
@@ -107,7 +107,7 @@ def test_without_torch_the_doctor_says_so(tmp_path):
 
 @pytest.mark.parametrize(("wrong_rank", "kind"), [(-1, "ok"), (1, "wrong")])
 def test_values_of_collectives_are_checked(wrong_rank, kind):
-    outcome = probes.collectives(2, "gloo", limit_s=60, environ=os.environ, wrong_rank=wrong_rank)
+    outcome = facts.collectives(2, "gloo", limit_s=60, environ=os.environ, wrong_rank=wrong_rank)
     assert outcome.kind == kind, outcome
     if kind == "wrong":
         assert outcome.text == "wrong values in all_gather, all_reduce, reduce_scatter"
@@ -132,7 +132,7 @@ def test_an_nvidia_smi_that_answers_lies_or_hangs(tmp_path, script, kind, names)
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    outcome, found = probes.gpus(limit_s=1, environ=environ)
+    outcome, found = facts.listed_gpus(limit_s=1, environ=environ)
     assert outcome.kind == kind, outcome
     assert [gpu["name"] for gpu in found] == names
 

@@ -9,11 +9,13 @@ import torch.distributed as dist
 
 from zeroshard.comm import host
 from zeroshard.comm.host import this_process
+from zeroshard.comm.recorder import PRESENCE
 from zeroshard.errors import RankDivergence
-from zeroshard.watchdog.findings import Diagnosis
+from zeroshard.watchdog.diagnosis import Diagnosis
 from zeroshard.watchdog.inquiry import Inquiry, own_answer
 from zeroshard.watchdog.messages import Messages
-from zeroshard.watchdog.rank_status import PRESENCE, Peer, status_from_host
+from zeroshard.watchdog.rank_status import status_from_host
+from zeroshard.watchdog.run_record import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import TrackedCalls
 from zeroshard.watchdog.watchdog import Watchdog

@@ -25,8 +25,7 @@ from control_plane import HOST_RANKS, CountedStore, Rank
 from zeroshard.comm.host import this_process
 from zeroshard.watchdog.inquiry import Inquiry, own_answer
 from zeroshard.watchdog.messages import Messages
-from zeroshard.watchdog.rank_status import Peer
-from zeroshard.watchdog.run_record import read_ranks
+from zeroshard.watchdog.run_record import Peer, read_ranks
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import StallClock, TrackedCalls
 

@@ -14,14 +14,14 @@ import pytest
 
 from zeroshard.comm.host import Process, catches, fate_of, this_process
 from zeroshard.run.recordings import STACKS
-from zeroshard.watchdog import silent_stack
-from zeroshard.watchdog.silent_stack import SIGNAL, ask, innermost
+from zeroshard.watchdog import stacks
+from zeroshard.watchdog.stacks import SIGNAL, ask, innermost
 
 PROGRAM = """
 import signal, sys, time
 from pathlib import Path
 from zeroshard.comm.host import this_process
-from zeroshard.watchdog.silent_stack import SIGNAL, StackFile
+from zeroshard.watchdog.stacks import SIGNAL, StackFile
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
 if how == "has its own":
@@ -97,7 +97,7 @@ def test_a_program_is_not_ended_or_disturbed(how, started, tmp_path, monkeypatch
         tmp_path.mkdir(exist_ok=True)
         (tmp_path / STACKS).touch()
     if how == "closed":  # the signal was on its way
-        monkeypatch.setattr(silent_stack, "_WAIT_S", 0.0)
+        monkeypatch.setattr(stacks, "_WAIT_S", 0.0)
     assert ask(process, this_process(), tmp_path / STACKS) == ""
     assert program.poll() is None
     assert catches(process.pid, SIGNAL) == (how != "has none")
@@ -112,8 +112,8 @@ def test_another_process_with_the_same_number_gets_no_signal(started, tmp_path):
 
 
 def test_a_program_whose_thread_opens_it_has_the_stack_of_the_main_thread(tmp_path):
-    opened: list[silent_stack.StackFile] = []
-    thread = threading.Thread(target=lambda: opened.append(silent_stack.StackFile(tmp_path)))
+    opened: list[stacks.StackFile] = []
+    thread = threading.Thread(target=lambda: opened.append(stacks.StackFile(tmp_path)))
     thread.start()
     thread.join()
     found = ask(this_process(), this_process(), Path(tmp_path / STACKS))

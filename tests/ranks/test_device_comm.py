@@ -22,7 +22,7 @@ from zeroshard.engine.build import gathers_while_reducing
 from zeroshard.errors import ConfigError, LaunchError, RankMismatch, UsageError
 from zeroshard.session import comm_session as module
 from zeroshard.session import session
-from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.run_record import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -31,7 +31,7 @@ from zeroshard.comm.store_keys import (
 )
 from zeroshard.errors import RankLate
 from zeroshard.session.session import _summary
-from zeroshard.watchdog.rank_status import Peer, Peers
+from zeroshard.watchdog.run_record import Peer, Peers
 from zeroshard.watchdog.settings import WatchdogSettings, store_tick_s
 
 SIZES = [*range(1, 34), 63, 64, 65, 100, 127, 199]

@@ -20,7 +20,7 @@ import package_map
 import pytest
 
 import zeroshard
-from zeroshard.watchdog.rank_status import OWN_FILES
+from zeroshard.watchdog.stacks import OWN_FILES
 
 pytestmark = pytest.mark.smoke
 

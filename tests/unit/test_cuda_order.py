@@ -26,7 +26,7 @@ from zeroshard.errors import UsageError
 from zeroshard.offload import stores
 from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.session.groups import SessionWatch
-from zeroshard.watchdog.rank_status import Peer, Peers
+from zeroshard.watchdog.run_record import Peer, Peers
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import calls_of
 from zeroshard.watchdog.watchdog import Watchdog

@@ -19,9 +19,10 @@ from zeroshard.comm.recorder import PRESENCE, Recorder
 from zeroshard.run.exit_report import ExitReport
 from zeroshard.run.kept_exit import keep_exit, point_to
 from zeroshard.watchdog.dead_run import explain_run, text_of
-from zeroshard.watchdog.findings import Diagnosis, RankStatus
-from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.diagnosis import Diagnosis
+from zeroshard.watchdog.rank_status import RankStatus
 from zeroshard.watchdog.run_record import (
+    Peer,
     RanksFile,
     StorePlace,
     keep_recordings,

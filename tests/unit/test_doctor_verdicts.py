@@ -17,8 +17,15 @@ from typer.testing import CliRunner
 from zeroshard.cli.main import main
 from zeroshard.doctor import examination
 from zeroshard.doctor.examination import Examination
-from zeroshard.doctor.facts import Disk, Facts, cpu_quota, disk_of, gather, registered_memory
-from zeroshard.doctor.probes import ProbeOutcome
+from zeroshard.doctor.facts import (
+    Disk,
+    Facts,
+    ProbeOutcome,
+    cpu_quota,
+    disk_of,
+    gather,
+    registered_memory,
+)
 from zeroshard.doctor.verdicts import (
     CODES,
     MachineFinding,
@@ -252,9 +259,9 @@ def test_all_settings_of_nccl_together_have_a_limit(monkeypatch):
     gpu = {"name": "A", "memory.total": "40960", "driver_version": "550.1"}
     many = replace(GOOD, interfaces=[f"eth{n}" for n in range(40)])
     monkeypatch.setattr(examination.time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(examination.probes, "collectives", hangs)
-    monkeypatch.setattr(examination.probes, "gpus", lambda **_: (OK, [gpu] * 4))
-    monkeypatch.setattr(examination.probes, "disk", lambda *_, **__: ("", DISK))
+    monkeypatch.setattr(examination, "collectives", hangs)
+    monkeypatch.setattr(examination, "listed_gpus", lambda **_: (OK, [gpu] * 4))
+    monkeypatch.setattr(examination, "disk_below", lambda *_, **__: ("", DISK))
     monkeypatch.setattr(examination, "gather", lambda *_, **__: many)
     found = examination.examine(4, Path(), environ={})
     assert now_s[0] <= examination.TOTAL_S

@@ -23,10 +23,9 @@ from zeroshard.comm.flight_recorder import (
 )
 from zeroshard.comm.recorder import Recorder, read_recording_file, sweep_recordings
 from zeroshard.watchdog.diagnosis import diagnose, first_difference
-from zeroshard.watchdog.diagnosis_text import call_text
-from zeroshard.watchdog.findings import READ, TORCH, RankStatus, Wait
+from zeroshard.watchdog.rank_status import READ, RankStatus, Wait, call_text
 from zeroshard.watchdog.settings import WatchdogSettings
-from zeroshard.watchdog.silent_stack import StackFile
+from zeroshard.watchdog.stacks import TORCH, StackFile
 from zeroshard.watchdog.tracked_calls import StallClock
 
 CONTROL = "engine, control group"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.memory_check import check_memory, parse_nbytes
+from zeroshard.launch.resources import check_memory, parse_nbytes
 from zeroshard.memory.host_limits import CgroupLimit, HostLimits
 from zeroshard.run.cgroup import OomCounters, is_stopped, read_oom_counters, read_rss_nbytes
 

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 import zeroshard.launch
 from zeroshard.cli import launch as launch_options
-from zeroshard.cli import runner
 from zeroshard.cli.main import main
 from zeroshard.launch.options import WITHOUT_FIELD, LaunchRequest, declared, passed_on
 from zeroshard.launch.supervisor import ShutdownTimeouts
@@ -93,7 +92,7 @@ OF_OTHER_PROGRAMS = set(
 def test_every_option_is_known_to_all_that_read_options(request_of, monkeypatch):
     """The command, the request, the ``deepspeed`` runner and the launchers of other nodes."""
     default, seen = LaunchRequest("t.py"), []
-    monkeypatch.setattr(runner, "check_request", seen.append)
+    monkeypatch.setattr(launch_options, "check_request", seen.append)
     assert {f.name for f in fields(LaunchRequest)} - {"script", "args"} == set(OPTIONS) - set(
         WITHOUT_FIELD
     )
@@ -107,7 +106,7 @@ def test_every_option_is_known_to_all_that_read_options(request_of, monkeypatch)
             f.name for f in fields(request) if getattr(request, f.name) != getattr(default, f.name)
         ]
         assert changed == [name]
-        runner._check(words)
+        launch_options._check(words)
         assert seen[-1] == request
         again = request_of(*passed_on(request), "t.py")
         assert again == (request if option.passed_on else default), name

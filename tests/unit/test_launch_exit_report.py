@@ -13,7 +13,7 @@ from zeroshard.run.blame import BLAME_VARIABLE, Blame, read_blame, tell_launcher
 from zeroshard.run.cgroup import OomCounters
 from zeroshard.run.exit_report import KernelCounters, RankExit, build_report, explain_exit
 from zeroshard.run.traces import last_trace, starts_trace, trace_of_error_file
-from zeroshard.watchdog.findings import Diagnosis, diagnosis_of_values
+from zeroshard.watchdog.diagnosis import Diagnosis, diagnosis_of_values
 
 GIB = 1 << 30
 NOTHING = KernelCounters(OomCounters(0, 0))

@@ -11,7 +11,17 @@ from zeroshard.cli import launch as launch_options
 from zeroshard.cli.main import main
 from zeroshard.deepspeed import command
 from zeroshard.errors import PLAN_COMMAND, LaunchError
-from zeroshard.launch.cores import (
+from zeroshard.launch.hosts import Host
+from zeroshard.launch.launch_plan import RunHere, RunNodes, RunSrun, notices, plan_launch
+from zeroshard.launch.options import LAUNCHERS, LaunchRequest, passed_on
+from zeroshard.launch.remote import (
+    NodeCommand,
+    mpirun_command,
+    node_commands,
+    ssh_words,
+    this_launcher,
+)
+from zeroshard.launch.resources import (
     Cpu,
     Shares,
     bound,
@@ -20,11 +30,6 @@ from zeroshard.launch.cores import (
     share_cores,
     share_listed,
 )
-from zeroshard.launch.hosts import Host
-from zeroshard.launch.launch_plan import RunHere, RunNodes, RunSrun, notices, plan_launch
-from zeroshard.launch.mpi import mpirun_command
-from zeroshard.launch.options import LAUNCHERS, LaunchRequest, passed_on
-from zeroshard.launch.remote import NodeCommand, node_commands, ssh_words, this_launcher
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
 

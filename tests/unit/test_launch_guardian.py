@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.launch import guardian_program
-from zeroshard.launch.guardian_program import Fold
+from zeroshard.launch import guardian
+from zeroshard.launch.guardian import Fold
 
 HEAD = "[W1127 23:30:40.577 TCPStoreLibUvBackend.cpp:126] [c10d] Error processing client message: "
 STACK = (
@@ -54,7 +54,7 @@ def test_a_line_of_another_process_in_the_middle_of_a_stack_leaves_none_of_it():
 
 def test_a_sender_cannot_make_more_kinds_than_there_are_lines_for():
     sent = [f"{HEAD}Invalid {number}. x\n{STACK}" for number in range(100)]
-    assert len(folded(*sent).splitlines()) == guardian_program._KINDS + 1
+    assert len(folded(*sent).splitlines()) == guardian._KINDS + 1
 
 
 def test_an_unfinished_line_does_not_wait_for_its_end():

@@ -12,7 +12,6 @@ from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import ExecAsRank, RunHere, RunNodes, plan_launch
 from zeroshard.launch.launcher import launch
-from zeroshard.launch.mpi import mpirun_command
 from zeroshard.launch.options import LaunchRequest
 from zeroshard.launch.rank_env import (
     check_secret,
@@ -20,7 +19,7 @@ from zeroshard.launch.rank_env import (
     new_secret,
     rank_defaults,
 )
-from zeroshard.launch.remote import names_of_this_host, node_commands, ssh_words
+from zeroshard.launch.remote import mpirun_command, names_of_this_host, node_commands, ssh_words
 from zeroshard.run.variables import variables_of_behaviour
 
 

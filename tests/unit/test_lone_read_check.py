@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.distributed import HashStore
 
-from zeroshard.watchdog.findings import TORCH
 from zeroshard.watchdog.lone_reads import LoneReadCheck, Position, elsewhere, smaller_party
+from zeroshard.watchdog.stacks import TORCH
 
 BARRIER = Position(0, {"engine": 5, TORCH: 3}, in_torch="torch.distributed.barrier")
 

@@ -13,11 +13,11 @@ from zeroshard.config import load_config
 from zeroshard.config.batch import RunBatch, fitting_sizes, keep_batch
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import ConfigError, LaunchError
+from zeroshard.launch.agent import remove_recordings
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import check_min_ranks
-from zeroshard.launch.leftovers import remove_recordings
 from zeroshard.launch.meeting import NodeEnd, joined
-from zeroshard.launch.next_ranks import next_ranks
+from zeroshard.launch.restart import next_ranks
 from zeroshard.launch.usable import usable_slots
 from zeroshard.run.batch_note import BatchNote, read_note, told_by_launcher, write_note
 from zeroshard.run.exit_report import EXIT_SURVIVOR, ExitReport

@@ -14,7 +14,7 @@ import torch
 
 import zeroshard
 from zeroshard.errors import ZeroShardError
-from zeroshard.watchdog.rank_status import stack_line, stacks
+from zeroshard.watchdog.stacks import stack_line, stacks
 
 CONFIG = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 NET = torch.nn.Linear(2, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from zeroshard.cli import progress as module
+from zeroshard.cli import plan as module
 
 
 def test_a_long_plan_says_once_that_it_is_long_where_there_is_no_terminal(capsys, monkeypatch):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
 from zeroshard.errors import UsageError
-from zeroshard.report.curves import buckets, line_chart, thinned
+from zeroshard.report.figures import buckets, line_chart, thinned
 from zeroshard.report.page import CHARTS, expected_volume, make_page
 from zeroshard.report.record import read_record
 from zeroshard.run.exit_report import ExitReport

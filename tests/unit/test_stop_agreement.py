@@ -18,8 +18,7 @@ from torch import nn
 from zeroshard import Engine
 from zeroshard.errors import UsageError
 from zeroshard.watchdog import stop_agreement
-from zeroshard.watchdog.stop_agreement import Point, StopAgreement
-from zeroshard.watchdog.stop_signals import SIGNALS, StopSignals
+from zeroshard.watchdog.stop_agreement import SIGNALS, Point, StopAgreement, StopSignals
 
 
 class FakeSignals:

@@ -10,9 +10,9 @@ import pytest
 from zeroshard.comm.recorder import Recorder, StepMarks
 from zeroshard.config import load_config
 from zeroshard.errors import ConfigError
-from zeroshard.watchdog.pace import Pace
-from zeroshard.watchdog.stragglers import (
+from zeroshard.watchdog.pace import (
     PARTS,
+    Pace,
     StepShare,
     find_stragglers,
     straggler_text,

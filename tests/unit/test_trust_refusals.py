@@ -16,8 +16,8 @@ from zeroshard.cli.main import main
 from zeroshard.errors import CheckpointError, ConfigError, LaunchError, UsageError
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import check_min_ranks, plan_launch
-from zeroshard.launch.next_ranks import next_ranks
 from zeroshard.launch.options import LaunchRequest
+from zeroshard.launch.restart import next_ranks
 from zeroshard.run.batch_note import BatchNote
 
 Call = Callable[[Path], object]

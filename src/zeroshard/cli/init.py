@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from zeroshard.cli.plan import DOES_NOT_FIT, SAMPLES, device_gib
-from zeroshard.cli.progress import Verbose, progress
+from zeroshard.cli.plan import DOES_NOT_FIT, SAMPLES, Verbose, device_gib, progress
 from zeroshard.cli.telling import errors_told
 from zeroshard.errors import UsageError
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import signal
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -16,15 +17,11 @@ from typing import Annotated
 import typer
 
 from zeroshard.cli.ckpt import ckpt
-from zeroshard.cli.compat import compat_command
-from zeroshard.cli.doctor import doctor_command
-from zeroshard.cli.explain import explain_command
 from zeroshard.cli.init import init_command
-from zeroshard.cli.launch import CONTEXT, launch_command
+from zeroshard.cli.launch import CONTEXT, compat_command, launch_command
 from zeroshard.cli.plan import plan_command
-from zeroshard.cli.report import report_command
-from zeroshard.cli.stacks import stacks_command
-from zeroshard.cli.telling import open_standard_streams
+from zeroshard.cli.runs import explain_command, report_command, stacks_command
+from zeroshard.cli.telling import AsJson, errors_told, open_standard_streams
 from zeroshard.errors import ConfigError
 
 main = typer.Typer(
@@ -36,7 +33,6 @@ main = typer.Typer(
 main.command("init")(init_command)
 main.command("launch", context_settings=CONTEXT)(launch_command)
 main.command("compat")(compat_command)
-main.command("doctor")(doctor_command)
 main.command("report")(report_command)
 main.command("explain")(explain_command)
 main.command("plan")(plan_command)
@@ -99,6 +95,39 @@ def version_command() -> None:
     """Print the versions of ZeroShard, torch and Python."""
     words = [f"{name} {_version(name)}" for name in ("zeroshard", "torch")]
     print(", ".join([*words, f"Python {platform.python_version()}"]))
+
+
+@main.command("doctor")
+def doctor_command(
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, help="Ranks on this host; default: one per GPU, or 2."),
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Hosts of the run.")] = 1,
+    disk: Annotated[Path, typer.Option("--disk", help="A folder for offloaded state.")] = Path("."),
+    fix_env: Annotated[
+        bool, typer.Option("--fix-env", help="Print only shell lines that help now.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Examine this machine: memory, cores, limits, disk, network, and exchanges between processes.
+
+    Exit code 0: nothing is wrong; 1: warnings; 2: a run will fail.
+    """
+    from zeroshard.doctor import examination
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends probes, too
+    with errors_told():
+        found = examination.examine(ranks, disk, nodes)
+    if as_json:
+        print(examination.as_json(found))
+    elif fix_env:
+        for fix in dict.fromkeys(finding.fix for finding in found.findings if finding.fix):
+            print(fix)
+    else:
+        for line in examination.lines(found):
+            print(line)
+    raise typer.Exit(found.exit_code)
 
 
 def _version(distribution: str) -> str:

@@ -21,7 +21,7 @@ _HOOK_HANDLES, _PARTITION, _MODULE_PATHS = (
 _MONITORS, _CONFIG_MODEL, _POOLS = (
     HERE + "monitors",
     HERE + "config_model",
-    "zeroshard.launch.resource_pool",
+    "zeroshard.launch.hosts",
 )
 _CHECKPOINT_ENGINE, _PROFILING = HERE + "checkpoint_engine", HERE + "flops"
 _SEQUENCE = "zeroshard.sequence."
@@ -275,7 +275,7 @@ WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=ou
     ("launcher.runner", "zeroshard.launch.rank_env", "DEEPSPEED_ENVIRONMENT_NAME"),
     ("launcher.runner", _POOLS, "fetch_hostfile parse_inclusion_exclusion EXPORT_ENVS "
                                     "DLTS_HOSTFILE"),
-    ("launcher.runner", "zeroshard.cli.runner", "main"),
+    ("launcher.runner", "zeroshard.cli.launch", "main"),
     ("env_report", HERE + "command", "main=report cli_main=report"),
     ("constants", _SYMBOLS, "TORCH_DISTRIBUTED_DEFAULT_PORT"),
     ("constants", _VERSION_INFO, "default_pg_timeout"),

@@ -11,9 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroshard.doctor import probes
-from zeroshard.doctor.facts import Facts, gather, registered_memory
-from zeroshard.doctor.probes import ProbeOutcome
+from zeroshard.doctor.facts import (
+    Facts,
+    ProbeOutcome,
+    addresses_of,
+    collectives,
+    disk_below,
+    gather,
+    listed_gpus,
+    registered_memory,
+)
 from zeroshard.doctor.verdicts import (
     BISECT,
     CODES,
@@ -60,13 +67,13 @@ def examine(
     """
     environ = dict(os.environ) if environ is None else environ
     time_left = _Deadline(TOTAL_S)
-    answer, gpus = probes.gpus(limit_s=ANSWER_LIMIT_S, environ=environ)
+    answer, gpus = listed_gpus(limit_s=ANSWER_LIMIT_S, environ=environ)
     count = ranks or len(gpus) or 2
-    trouble, place = probes.disk(disk, limit_s=ANSWER_LIMIT_S, environ=environ)
+    trouble, place = disk_below(disk, limit_s=ANSWER_LIMIT_S, environ=environ)
     facts = gather(count, place, environ, disk_trouble=trouble)
     name: list[MachineFinding] = []
     if nodes > 1:
-        answered, found = probes.addresses(facts.host, limit_s=ANSWER_LIMIT_S, environ=environ)
+        answered, found = addresses_of(facts.host, limit_s=ANSWER_LIMIT_S, environ=environ)
         name = list(of_name(found, answered=answered))
     gloo = {}
     most = max(2, int(RANKS_PER_CORE * facts.usable_cores))
@@ -103,7 +110,7 @@ class _Deadline:
 def _exchange(ranks: int, backend: str, limit_s: float, environ: Mapping[str, str]) -> ProbeOutcome:
     if not limit_s:
         return ProbeOutcome("untried", "not tried: no time was left")
-    return probes.collectives(ranks, backend, limit_s=limit_s, environ=environ)
+    return collectives(ranks, backend, limit_s=limit_s, environ=environ)
 
 
 def _try_nccl(

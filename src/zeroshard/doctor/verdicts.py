@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zeroshard.core.filesystems import medium_of
-from zeroshard.doctor.facts import Facts
-from zeroshard.doctor.probes import ProbeOutcome
-from zeroshard.launch.memory_check import BARE_RANK_NBYTES, SMALL_SHM_NBYTES
+from zeroshard.doctor.facts import Facts, ProbeOutcome
+from zeroshard.launch.resources import BARE_RANK_NBYTES, SMALL_SHM_NBYTES
 from zeroshard.memory.host_limits import gib
 
 Weight = Literal["fails", "warns"]

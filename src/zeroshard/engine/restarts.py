@@ -25,8 +25,7 @@ from zeroshard.config.batch import RunBatch, fitting_sizes
 from zeroshard.errors import UsageError
 from zeroshard.run.batch_note import BatchNote, told_by_launcher, write_note
 from zeroshard.session.comm_session import CommSession
-from zeroshard.watchdog.stop_agreement import StopAgreement
-from zeroshard.watchdog.stop_signals import StopSignals
+from zeroshard.watchdog.stop_agreement import StopAgreement, StopSignals
 
 logger = logging.getLogger("zeroshard")
 

@@ -1,21 +1,23 @@
 """Runs the ranks of one node.
 
-The agent of torch elastic does the rendezvous, assigns ranks and starts the processes. This file adds the
-supervision of the processes (:class:`~zeroshard.launch.supervisor.WorkerSupervisor`) and the handling of
-their output. It is the only file of the launcher that imports torch elastic.
+The agent of torch elastic does the rendezvous, assigns ranks and starts the processes. This file adds
+the supervision of the processes (:class:`~zeroshard.launch.supervisor.WorkerSupervisor`), the handling
+of their output, and the removal of what ranks that were killed have left. Only this file and
+``common_store.py`` import torch elastic.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -36,14 +38,12 @@ from zeroshard.launch.common_store import (
     LOOPBACK,
     CommonStore,
     HostsPlace,
+    StoreRendezvous,
     store_of_hosts,
     store_of_one_host,
 )
-from zeroshard.launch.cores import bound
 from zeroshard.launch.guardian import Guardian
-from zeroshard.launch.leftovers import remove_recordings
-from zeroshard.launch.open_files import many_open_files
-from zeroshard.launch.rendezvous import StoreRendezvous
+from zeroshard.launch.resources import bound
 from zeroshard.launch.streams import Streams
 from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerSupervisor
 from zeroshard.memory.host_limits import host_limits
@@ -61,10 +61,13 @@ from zeroshard.run.exit_report import (
     build_report,
 )
 from zeroshard.run.kept_exit import keep_exit
+from zeroshard.run.recordings import remove_if_ended
 from zeroshard.run.run_folder import RUN_ID_VARIABLE, attempt
 
 _TICK_S = 0.02
 _RSS_EVERY_S = 1.0
+_MOST_FILES = 1 << 16
+"""Some programs have a table with a row for each descriptor that they might open."""
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -392,3 +395,36 @@ def _start_error(run: NodeRun, error: Exception) -> LaunchError:
             "there. Give another one with --master_port, or end the program that uses it."
         )
     return LaunchError(f"the ranks of node {run.node_rank} could not be started: {text}")
+
+
+def remove_recordings(run_id: str, pids: Collection[int], root: Path | None = None) -> None:
+    """Remove the recordings of a run whose writers are all among ``pids``, which have ended.
+
+    If all ranks of a host were killed, no rank is left to remove them, and a run that restarts often
+    would leave more and more in ``/dev/shm``.
+    """
+    shared = Path("/dev/shm")
+    place = root or (shared if shared.is_dir() else Path(tempfile.gettempdir()))
+    for folder in place.glob(f"zeroshard-{run_id}-" + "[0-9a-f]" * 8):
+        with suppress(OSError):  # a rank has removed it
+            remove_if_ended(folder, pids.__contains__)
+
+
+@contextmanager
+def many_open_files() -> Iterator[None]:
+    """A context in which this process, and those that it starts, may open as many files as is allowed.
+
+    Whoever reaches a port of torch's store, or of gloo, can open connections to it. Without a descriptor
+    for one more, the store accepts no rank, and gloo ends its process.
+    """
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if most == resource.RLIM_INFINITY else min(most, _MOST_FILES)
+    if before == resource.RLIM_INFINITY or before >= wanted:
+        yield
+        return
+    with suppress(OSError, ValueError):  # some systems have a lower limit than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))

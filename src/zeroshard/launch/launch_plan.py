@@ -16,10 +16,15 @@ from pathlib import Path
 from zeroshard.core.slurm import SlurmJob, read_slurm
 from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Host, check_filters, parse_hostfile, select
-from zeroshard.launch.mpi import MPI_LAUNCHERS, mpi_rank_env
-from zeroshard.launch.options import LAUNCHERS, LaunchRequest, declared, passed_on
-from zeroshard.launch.remote import this_launcher
-from zeroshard.launch.srun import rank_env, srun_command
+from zeroshard.launch.options import (
+    LAUNCHERS,
+    MPI_LAUNCHERS,
+    LaunchRequest,
+    declared,
+    passed_on,
+)
+from zeroshard.launch.rank_env import mpi_rank_env, slurm_rank_env
+from zeroshard.launch.remote import srun_command, this_launcher
 
 DEFAULT_PORT = 29500
 _MANY_SLOTS = 1 << 10
@@ -134,7 +139,7 @@ def _slurm_rank(request: LaunchRequest, job: SlurmJob) -> ExecAsRank:
             "--ntasks-per-node=1."
         )
     return ExecAsRank(
-        rank_env(job, master_addr=request.master_addr, master_port=request.master_port)
+        slurm_rank_env(job, master_addr=request.master_addr, master_port=request.master_port)
     )
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.cores import Shares, parse_core_list, read_cpus, share_cores, share_listed
 from zeroshard.launch.launch_plan import (
     ExecAsRank,
     RunHere,
@@ -25,8 +24,6 @@ from zeroshard.launch.launch_plan import (
     plan_launch,
 )
 from zeroshard.launch.meeting import restart_together
-from zeroshard.launch.memory_check import check_memory, parse_nbytes
-from zeroshard.launch.mpi import mpirun_command
 from zeroshard.launch.options import LaunchRequest
 from zeroshard.launch.rank_env import (
     DEEPSPEED_ENVIRONMENT_NAME,
@@ -43,7 +40,17 @@ from zeroshard.launch.remote import (
     end_with_parent_pipe,
     environment_of_parent,
     hidden_names,
+    mpirun_command,
     names_of_this_host,
+)
+from zeroshard.launch.resources import (
+    Shares,
+    check_memory,
+    parse_core_list,
+    parse_nbytes,
+    read_cpus,
+    share_cores,
+    share_listed,
 )
 from zeroshard.launch.restarting import (
     check_port,

@@ -23,11 +23,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import RunHere
-from zeroshard.launch.next_ranks import Answers
 from zeroshard.launch.options import LaunchRequest
-from zeroshard.launch.restart import say
+from zeroshard.launch.restart import Answers, Team, say
 from zeroshard.launch.restarting import host_of, on_slots
-from zeroshard.launch.team import Team
 from zeroshard.launch.usable import usable_slots
 from zeroshard.run.address import unused_port
 from zeroshard.run.batch_note import CHECKPOINT_DIR_VARIABLE

@@ -1,7 +1,7 @@
 """The options of ``zeroshard launch``: each is declared once, as a field of :class:`LaunchRequest`.
 
-The command line (``cli/launch.py``), the ``deepspeed`` runner (``cli/runner.py``) and the words for the
-launchers of other nodes (:func:`passed_on`) are made from these declarations.
+The command line and the ``deepspeed`` runner (``cli/launch.py``), and the words for the launchers of
+other nodes (:func:`passed_on`), are made from these declarations.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from zeroshard.errors import NO_TUNING
-from zeroshard.launch.mpi import MPI_LAUNCHERS
 from zeroshard.launch.supervisor import ShutdownTimeouts
 
+MPI_LAUNCHERS = ("openmpi", "mpich", "impi", "mvapich")
 LAUNCHERS = ("ssh", "pdsh", "slurm", *MPI_LAUNCHERS)
 """The values of ``--launcher``: what starts the launchers of other hosts. ``pdsh`` means ssh."""
 

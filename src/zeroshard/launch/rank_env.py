@@ -1,6 +1,7 @@
 """The environment variables that ranks get from the launcher.
 
-Every value is only a default: a variable that the user exported wins.
+Every value of :func:`rank_defaults` is only a default: a variable that the user exported wins. A process
+that ``mpirun`` or ``srun`` has started for one rank gets the numbers of that rank.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 
+from zeroshard.core.launcher_variables import TORCHRUN, numbering_of
+from zeroshard.core.slurm import SlurmJob
 from zeroshard.errors import LaunchError
 
 # Prefixes of the variables that are passed to other hosts.
@@ -143,3 +146,63 @@ def read_exports(text: str, name: str) -> dict[str, str]:
             raise LaunchError(f"{name}, line {number}: {line!r} is not of the form NAME=value.")
         found[key.strip()] = value
     return found
+
+
+def mpi_rank_env(
+    env: Mapping[str, str], master_addr: str | None, master_port: int | None
+) -> dict[str, str] | None:
+    """The variables of the rank that this process of ``mpirun`` becomes; None if it is the only one.
+
+    Raises:
+        LaunchError: there are several hosts, and no address of rank 0; or a number is missing.
+    """
+    row = numbering_of(env)
+    if row is None or row.launcher != "mpi" or env.get(row.world_size) == "1":
+        return None
+    numbers = {name: env.get(name, "") for name in row[1:5]}
+    if unknown := [name for name, text in numbers.items() if not text.isdigit()]:
+        raise LaunchError(
+            f"mpirun started this launcher as one of several processes, and {unknown[0]} is not set, so "
+            "its rank is unknown. Start one launcher on each host with --no_ssh --node_rank, or use a "
+            "hostfile."
+        )
+    address = master_addr or env.get("MASTER_ADDR")
+    if address is None and env[row.world_size] != env[row.local_world_size]:
+        raise LaunchError(
+            f"mpirun started {env[row.world_size]} processes, {env[row.local_world_size]} of them on "
+            "this host, and MASTER_ADDR is not set, so the ranks cannot find each other. Give "
+            "--master_addr, the address of rank 0's host."
+        )
+    return {
+        **dict(zip(TORCHRUN[1:5], numbers.values(), strict=True)),
+        "MASTER_ADDR": address or "127.0.0.1",
+        "MASTER_PORT": str(master_port or env.get("MASTER_PORT", 29500)),
+    }
+
+
+def slurm_rank_env(
+    job: SlurmJob, *, master_addr: str | None, master_port: int | None
+) -> dict[str, str]:
+    """The variables of the rank that this task becomes (one task per rank).
+
+    Raises:
+        LaunchError: the nodes have different numbers of tasks.
+    """
+    per_node = job.num_tasks // len(job.hosts)
+    if per_node * len(job.hosts) != job.num_tasks:
+        raise LaunchError(
+            f"SLURM started {job.num_tasks} tasks on {len(job.hosts)} nodes, so nodes have "
+            "different numbers of ranks; use srun --ntasks-per-node=N with the same N everywhere."
+        )
+    return {
+        "RANK": str(job.proc_id),
+        "LOCAL_RANK": str(job.local_id),
+        "WORLD_SIZE": str(job.num_tasks),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": str(job.node_id),
+        "MASTER_ADDR": master_addr or job.hosts[0],
+        "MASTER_PORT": str(master_port or job.port),
+        "LOCAL_SIZE": str(per_node),
+        "CROSS_RANK": str(job.node_id),
+        "CROSS_SIZE": str(len(job.hosts)),
+    }

@@ -1,10 +1,13 @@
-"""Starts and stops the launchers of several nodes, without SLURM.
+"""Starts and stops the launchers of several nodes: over ssh, with ``srun``, or with ``mpirun``.
 
-Each host gets one ``zeroshard launch --no_ssh --node_rank R``, over ssh or, on this host, directly. This
-process holds the standard input of each (its *leash*). The first line gives the variables of the user's
-files (``.deepspeed_env``): in a command everyone on both hosts could read them. A line ``INT``,
-``TERM`` or ``KILL`` asks the launcher to stop. The end of its input asks it to stop as well: then this
-process died, or the connection broke. So no process is ever searched for and killed by name.
+Over ssh each host gets one ``zeroshard launch --no_ssh --node_rank R``, over ssh or, on this host,
+directly. This process holds the standard input of each (its *leash*). The first line gives the variables
+of the user's files (``.deepspeed_env``): in a command everyone on both hosts could read them. A line
+``INT``, ``TERM`` or ``KILL`` asks the launcher to stop. The end of its input asks it to stop as well:
+then this process died, or the connection broke. So no process is ever searched for and killed by name.
+
+``srun`` and ``mpirun`` only start one launcher per host, so rendezvous, supervision and reports are the
+same, and ranks need no MPI library.
 """
 
 from __future__ import annotations
@@ -90,7 +93,7 @@ def node_commands(
 
     ``this_host``: the names of the machine that this process runs on. Node ranks follow the order of
     ``hosts``. ``flags``: ``--leash`` if this process holds the standard input of the launchers, else the
-    options of :func:`~zeroshard.launch.mpi.mpi_flags`.
+    options of :func:`mpi_flags`.
     """
     commands: list[NodeCommand] = []
     if master_addr is None and len(hosts) > 1:  # a single host meets on its loopback interface
@@ -121,6 +124,59 @@ def ssh_words(port: int | None, extra: Sequence[str] = ()) -> list[str]:
     """
     words = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", *extra]
     return words if port is None else [*words, "-p", str(port)]
+
+
+def mpi_flags(kind: str) -> tuple[str, ...]:
+    """The options that a launcher needs under this ``mpirun``.
+
+    Open MPI ends all processes when one fails. Hydra (all others) does so only if a signal ended the
+    process.
+    """
+    return () if kind == "openmpi" else ("--end-by-signal",)
+
+
+def mpirun_command(
+    kind: str,
+    commands: Sequence[NodeCommand],
+    extra: Sequence[str] = (),
+    hidden: Sequence[str] = (),
+) -> list[str]:
+    """The ``mpirun`` command of this kind (one of :data:`MPI_LAUNCHERS`). ``extra``: options of the user.
+
+    ``hidden``: variables of mpirun's own environment that the launchers get. Hydra passes on all.
+
+    The options against binding are needed because a launcher and all its ranks would otherwise share the
+    cores of one MPI rank.
+    """
+    sections = [list(command.argv_with_env) for command in commands]
+    names = [command.host.name for command in commands]
+    if kind == "openmpi":
+        passed = [word for name in hidden for word in ("-x", name)]
+        head = ["mpirun", "--bind-to", "none", *passed, *extra]
+        parts = [
+            ["-n", "1", "--host", name, *words] for name, words in zip(names, sections, strict=True)
+        ]
+    else:  # Hydra starts the processes on the hosts in the order of its list
+        free = ["-genv", "I_MPI_PIN", "0"] if kind == "impi" else ["-bind-to", "none"]
+        head = ["mpirun", "-hosts", ",".join(names), "-ppn", "1", *free, *extra]
+        parts = [["-n", "1", *words] for words in sections]
+    line = head + parts[0]
+    for part in parts[1:]:
+        line += [":", *part]
+    return line
+
+
+def srun_command(
+    num_nodes: int, hosts: Sequence[str], launcher: Sequence[str], extra: Sequence[str] = ()
+) -> list[str]:
+    """The ``srun`` command that starts one launcher per node. Empty ``hosts``: any nodes of the job.
+
+    ``extra``: options of the user.
+    """
+    command = ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
+    if hosts:
+        command.append(f"--nodelist={','.join(hosts)}")
+    return [*command, "--kill-on-bad-exit=1", *extra, *launcher]
 
 
 def run_nodes(

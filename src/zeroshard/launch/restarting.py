@@ -16,21 +16,20 @@ from typing import TYPE_CHECKING, TextIO
 from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import RunHere, RunNodes, RunSrun, srun_words
-from zeroshard.launch.mpi import mpi_flags
-from zeroshard.launch.next_ranks import Answers
 from zeroshard.launch.options import LaunchRequest, passed_on
 from zeroshard.launch.rank_env import devices_of
 from zeroshard.launch.remote import (
     NodeCommand,
+    mpi_flags,
     node_commands,
     run_nodes,
     run_srun,
+    srun_command,
     ssh_words,
     this_launcher,
 )
-from zeroshard.launch.srun import srun_command
+from zeroshard.launch.restart import Answers, Team
 from zeroshard.launch.supervisor import ShutdownTimeouts
-from zeroshard.launch.team import Team
 from zeroshard.launch.usable import ask_hosts, question, usable_slots
 from zeroshard.run.exit_report import ExitReport
 from zeroshard.run.run_folder import RUN_ID_VARIABLE

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import UsageError
-from zeroshard.report.curves import BUCKETS, ROWS, bar_chart, buckets, line_chart
+from zeroshard.report.figures import BUCKETS, ROWS, Figure, bar_chart, buckets, line_chart, render
 from zeroshard.report.record import Points, RunRecord, evidence, quantiles, read_records
-from zeroshard.report.render import Figure, render
 
 MAX_INCIDENTS = 300
 """Incidents of a page. The oldest and the newest of each record are shown if there are more."""

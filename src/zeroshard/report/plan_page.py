@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zeroshard.core.sizes import GIB, gib, gib_text
-from zeroshard.report.curves import ROWS, area_chart, bar_chart
-from zeroshard.report.render import Figure, render
+from zeroshard.report.figures import ROWS, Figure, area_chart, bar_chart, render
 
 MAX_UNITS = 10
 """Units in the figure of traffic: those that move the most."""

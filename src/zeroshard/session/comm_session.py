@@ -44,10 +44,9 @@ from zeroshard.session.groups import (
     own_group,
 )
 from zeroshard.watchdog.lone_reads import LoneReadCheck
-from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.run_record import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
-from zeroshard.watchdog.stop_agreement import StopAgreement
-from zeroshard.watchdog.stop_signals import StopSignals
+from zeroshard.watchdog.stop_agreement import StopAgreement, StopSignals
 from zeroshard.watchdog.tracked_calls import calls_of
 from zeroshard.watchdog.uncaught import leave_uncaught
 from zeroshard.watchdog.watchdog import Watchdog

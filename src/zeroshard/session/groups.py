@@ -22,10 +22,9 @@ from zeroshard.errors import RankDivergence, RankLost
 from zeroshard.watchdog.lone_reads import LoneReadCheck
 from zeroshard.watchdog.messages import StoreLost
 from zeroshard.watchdog.pace import Pace
-from zeroshard.watchdog.rank_status import Peers
+from zeroshard.watchdog.run_record import Peers
 from zeroshard.watchdog.settings import WatchdogSettings
-from zeroshard.watchdog.stop_agreement import StopAgreement
-from zeroshard.watchdog.stop_signals import StopSignals
+from zeroshard.watchdog.stop_agreement import StopAgreement, StopSignals
 from zeroshard.watchdog.tracked_calls import TrackedCalls
 from zeroshard.watchdog.watchdog import Watchdog
 

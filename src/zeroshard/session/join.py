@@ -49,12 +49,12 @@ from zeroshard.run.address import check_address
 from zeroshard.run.blame import tell_launcher
 from zeroshard.run.cgroup import is_stopped
 from zeroshard.run.listening import interface_socket, listening_socket
-from zeroshard.watchdog.diagnosis import diagnose
-from zeroshard.watchdog.findings import Diagnosis, RankStatus, Wait
+from zeroshard.watchdog.diagnosis import Diagnosis, diagnose
 from zeroshard.watchdog.messages import StoreLost, watchdog_namespace
-from zeroshard.watchdog.rank_status import stack_line
+from zeroshard.watchdog.rank_status import RankStatus, Wait
 from zeroshard.watchdog.run_record import StorePlace
 from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.watchdog.stacks import stack_line
 from zeroshard.watchdog.watchdog import Watchdog, hold
 
 

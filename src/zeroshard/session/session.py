@@ -34,8 +34,7 @@ from zeroshard.session.groups import GroupKind, PipelineLinks, SessionWatch, gro
 from zeroshard.session.join import own_client, place_of, store_rank, watchdog_of
 from zeroshard.version import __version__
 from zeroshard.watchdog.messages import LEAVERS, watchdog_namespace
-from zeroshard.watchdog.rank_status import Peer, Peers
-from zeroshard.watchdog.run_record import RanksFile, write_ranks
+from zeroshard.watchdog.run_record import Peer, Peers, RanksFile, write_ranks
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import calls_of
 from zeroshard.watchdog.uncaught import watch_uncaught

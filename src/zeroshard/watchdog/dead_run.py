@@ -20,11 +20,15 @@ from zeroshard.comm.flight_recorder import FlightRecording, rank_ranges
 from zeroshard.comm.host import Process, this_process
 from zeroshard.errors import EXIT_DIAGNOSIS, DistributedError, UsageError
 from zeroshard.run.kept_exit import KeptExit, read_exits
-from zeroshard.watchdog.diagnosis import diagnose
-from zeroshard.watchdog.diagnosis_text import call_text, cut, position_text
-from zeroshard.watchdog.findings import Diagnosis, RankStatus, diagnosis_of_values
+from zeroshard.watchdog.diagnosis import Diagnosis, diagnose, diagnosis_of_values
 from zeroshard.watchdog.live_view import alive_here
-from zeroshard.watchdog.rank_status import status_of_values
+from zeroshard.watchdog.rank_status import (
+    RankStatus,
+    call_text,
+    cut,
+    position_text,
+    status_of_values,
+)
 from zeroshard.watchdog.run_record import (
     KeptEnd,
     RanksFile,

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeroshard import errors
 from zeroshard.comm.flight_recorder import Record, rank_ranges
-from zeroshard.watchdog.diagnosis_text import (
+from zeroshard.watchdog.rank_status import (
+    READ,
+    RankStatus,
+    Wait,
     call_text,
     capitalized,
     conditional,
@@ -28,12 +31,41 @@ from zeroshard.watchdog.diagnosis_text import (
     what_follows,
     whereabouts,
 )
-from zeroshard.watchdog.findings import READ, TORCH, Diagnosis, RankStatus, Wait
 from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.watchdog.stacks import TORCH
 
 _CAUGHT = "let such an error end the program, or catch it on every rank"
 SET_UPS = "set-ups"
 """Label of the sequence of set-ups of engines and models."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """``kind``: the name of an error class. ``ranks``: those it names. ``fatal``: it ends the run.
+
+    ``cause``: the ranks that are presumed the cause, and ``did``: what they did (``rank 1 <did>``), if it
+    ends the run because of that.
+    """
+
+    kind: str
+    fatal: bool
+    ranks: tuple[int, ...]
+    text: str
+    cause: tuple[int, ...] = ()
+    did: str = ""
+
+    def error(self) -> errors.DistributedError:
+        """The exception that a rank raises because of it."""
+        kind: type[errors.DistributedError] = getattr(errors, self.kind, errors.DistributedError)
+        error = kind(self.text)
+        error.ranks, error.did = self.cause, self.did
+        return error
+
+
+def diagnosis_of_values(values: Mapping[str, Any]) -> Diagnosis:
+    """The diagnosis of the values that :func:`dataclasses.asdict` gave, after their way through JSON."""
+    ranks = {name: tuple(values.get(name, ())) for name in ("ranks", "cause")}
+    return Diagnosis(**{**values, **ranks})
 
 
 class Difference(NamedTuple):

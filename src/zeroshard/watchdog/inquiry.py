@@ -20,20 +20,19 @@ from zeroshard.comm.host import Process, times_run
 from zeroshard.core.files import write_for_this_user
 from zeroshard.errors import CLOSED, ENDED
 from zeroshard.run.run_folder import run_folder
-from zeroshard.watchdog.diagnosis import diagnose
-from zeroshard.watchdog.findings import TORCH, Diagnosis, RankStatus, Wait
+from zeroshard.watchdog.diagnosis import Diagnosis, diagnose
 from zeroshard.watchdog.messages import Messages
 from zeroshard.watchdog.rank_status import (
-    Peer,
-    phase,
-    stack_line,
-    stacks,
+    RankStatus,
+    Wait,
     status_from_answer,
     status_from_host,
     with_stack,
     without_connection,
 )
+from zeroshard.watchdog.run_record import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.watchdog.stacks import TORCH, phase, stack_line, stacks
 from zeroshard.watchdog.tracked_calls import TrackedCalls
 
 POLL_S = 0.02
@@ -127,7 +126,7 @@ class Inquiry:
     def _with_standstill(
         self, status: RankStatus, calls: TrackedCalls, begun_s: float, now_s: float
     ) -> RankStatus:
-        """The status with :attr:`~.findings.RankStatus.frozen_s`. ``begun_s``: when this wait began.
+        """The status with :attr:`~.rank_status.RankStatus.frozen_s`. ``begun_s``: when this wait began.
 
         A rank that was late for an hour must not count as frozen for an hour when it is stopped then.
         """

@@ -26,11 +26,11 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from zeroshard.comm.host import Process, this_process
 from zeroshard.comm.store_keys import Store, look
 from zeroshard.errors import CLOSED, UsageError
-from zeroshard.watchdog.findings import RankStatus
 from zeroshard.watchdog.messages import BELL, StoreClient, StoreLost
-from zeroshard.watchdog.rank_status import Peer, status_from_answer, status_from_host
+from zeroshard.watchdog.rank_status import RankStatus, status_from_answer, status_from_host
 from zeroshard.watchdog.run_record import (
     RANKS,
+    Peer,
     RanksFile,
     StorePlace,
     newest_flight,

@@ -24,11 +24,10 @@ from typing import Any
 from zeroshard.comm.store_keys import Store, look, next_pause_s
 from zeroshard.errors import RankLate, RankLost
 from zeroshard.watchdog.diagnosis import SET_UPS
-from zeroshard.watchdog.diagnosis_text import call_text
-from zeroshard.watchdog.findings import TORCH
 from zeroshard.watchdog.messages import BELL, StoreLost
-from zeroshard.watchdog.rank_status import call_of_torch
+from zeroshard.watchdog.rank_status import call_text
 from zeroshard.watchdog.settings import store_tick_s
+from zeroshard.watchdog.stacks import TORCH, call_of_torch
 from zeroshard.watchdog.tracked_calls import TrackedCalls, calls_of_torch
 
 _PATIENCE_S = 0.05  # ranks that read together nearly always post within this time

@@ -44,8 +44,8 @@ from typing import Any, TypeVar, cast
 
 from zeroshard.comm.host import Process
 from zeroshard.comm.store_keys import Store, look, post, posts, present, ranks_key
-from zeroshard.watchdog.findings import Diagnosis, diagnosis_of_values
-from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.diagnosis import Diagnosis, diagnosis_of_values
+from zeroshard.watchdog.run_record import Peer
 
 T = TypeVar("T")
 LEAVERS = "all"

@@ -1,206 +1,82 @@
-"""Finds out the status of a rank: from its own answer, or from what its host shows of it."""
+"""What is known of a rank, from its own answer or from what its host shows of it; the same in words."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import sys
-import sysconfig
-import threading
-import traceback
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from types import FrameType
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from zeroshard.comm.flight_recorder import FlightRecording, Record
-from zeroshard.comm.host import Process, fate_of
-from zeroshard.comm.recorder import (
-    PRESENCE,
-    read_recording_file,
-    remove_recording,
-)
+from zeroshard.comm.host import Process
+from zeroshard.comm.recorder import read_recording_file
 from zeroshard.errors import CLOSED
-from zeroshard.run.recordings import STACKS
-from zeroshard.watchdog.findings import TORCH, RankStatus, Wait
-from zeroshard.watchdog.silent_stack import ask, innermost
+from zeroshard.watchdog.run_record import Peer
+from zeroshard.watchdog.stacks import innermost
 
-_FRAMES = 8
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-#: Prefixes of the files whose frames are not the program's. They are absolute, since a program may be in
-#: a folder of any name.
-OWN_FILES = (
-    *(
-        _PACKAGE + part + os.sep
-        for part in (
-            "run", "comm", "watchdog", "session", "metrics", "device", "memory", "offload", "optim",
-            "precision", "zero", "checkpoint", "experts", "parallel", "sequence", "data", "engine",
-            "deepspeed", "integrations",
-        )
-    ),
-    _TORCH, threading.__file__, contextlib.__file__,
-)  # fmt: skip
-#: Files of ZeroShard that call ``torch.distributed``.
-_COLLECTIVES = (
-    _PACKAGE + "comm" + os.sep,
-    _PACKAGE + "watchdog" + os.sep,
-    _PACKAGE + "session" + os.sep,
-    _PACKAGE + os.path.join("deepspeed", "collectives.py"),
-)
-#: Where the program's thread waits while torch computes gradients of tensors on a device.
-_BACKWARD = (os.path.join(_TORCH, "autograd", "graph.py"), "_engine_run_backward")
-_LIBRARIES = (
-    _PACKAGE,
-    "<frozen ",
-    *(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-)
-#: (file, function; "" is any function) -> what the program does in it.
-_PHASES = {
-    (_PACKAGE + os.path.join("zero", "init.py"), ""): "zero.Init",
-    (_PACKAGE + os.path.join("zero", "access.py"), ""): "access",
-    (_PACKAGE + os.path.join("zero", "gathered.py"), ""): "access",
-    (_PACKAGE + os.path.join("zero", "sharded_parameter.py"), ""): "access",
-    (_PACKAGE + os.path.join("zero", "hooks.py"), ""): "forward",
-    (_PACKAGE + os.path.join("engine", "build.py"), ""): "initialize",
-    (_PACKAGE + os.path.join("engine", "optimizer_step.py"), ""): "step",
-    (_PACKAGE + os.path.join("engine", "export.py"), ""): "export",
-    **{
-        (_PACKAGE + os.path.join("engine", file), function): phase
-        for file in ("engine.py", "training_engine.py", "engine_base.py")
-        for function, phase in {
-            "forward": "forward",
-            "backward": "backward",
-            "step": "step",
-            "save_checkpoint": "save",
-            "wait_for_checkpoint": "save",
-            "load_checkpoint": "load",
-            "close": "close",
-        }.items()
-    },
-    (_TORCH + os.path.join("autograd", "__init__.py"), ""): "backward",
+READ = ", read"
+"""Suffix of the names of gathers that a program started by reading values; no module needed them."""
+
+SET_UP = frozenset({"initialize", "zero.Init", "from_pretrained"})
+"""Phases that have the time limit of the section ``setup``."""
+
+COLUMNS = 200
+_WORDS = {
+    "all_gather": "gather",
+    "reduce_scatter": "reduce",
+    "gather_small": "exchange",
+    "meet": "exchange",
 }
-_OF_ANYBODY = {
-    "generate": "generate",
-    "from_pretrained": "from_pretrained",
-    "save_pretrained": "export",
-    "save_state": "save",
-    "load_state": "load",
-}
-_CALLS_OF_TORCH = _TORCH + os.path.join("distributed", "distributed_c10d.py")
-_WAIT_OF_TORCH = (_TORCH + os.path.join("distributed", "_functional_collectives.py"), "wait_tensor")
-"""Where the host waits for a collective of a DTensor."""
-_BLOCKING = (_CALLS_OF_TORCH, _WAIT_OF_TORCH[0], _TORCH + "_ops.py")
-"""Files of the innermost frame in such a call."""
+
+
+class Wait(NamedTuple):
+    """The call that a rank is blocked in: number ``seq`` of the sequence ``label``; ``what`` in words.
+
+    ``source``: the only rank that the call needs; None: it needs all. ``behind``: another thread than the
+    program's waits in it. ``collective``: it is a collective of an engine or of a model. ``members``: the
+    ranks of its group; empty: all.
+    """
+
+    label: str
+    seq: int
+    what: str
+    source: int | None = None
+    behind: bool = False
+    collective: bool = False
+    members: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A rank, its process, and the path of its recording on its host."""
+class RankStatus:
+    """What is known of one rank when a stall is diagnosed.
+
+    ``flight``: its recording of the sequence that is asked about; None if it has not begun it.
+    ``fate``: ``runs``; ``absent`` (has not called ZeroShard yet, or has closed what it had); ``left``
+    (closed its engine); ``gone`` (its process ended); ``stopped`` (by a signal); ``waits`` (for a disk,
+    and did not answer); ``silent`` (its interpreter does not run). ``detail`` is the same in words.
+    ``stack``: where the main thread is, on one line. ``stacks``: all threads in full, for the file.
+    ``phase``: what the program does there (``forward``, ``save``...). ``wait``: what it is blocked in.
+    ``reached``: the number of its calls, by label of the sequence. ``failed``: what a call of this step
+    ended with on this rank, whose program goes on. ``frozen_s``: for how long it can have stood still;
+    None: as long as others have waited.
+    """
 
     rank: int
-    process: Process
-    recording: str
-
-    def far(self) -> Peer:
-        """The same rank, marked as one of which this host can see nothing."""
-        return replace(self, process=replace(self.process, space=""))
-
-    def fate(self, here: Process) -> tuple[str, str]:
-        """What :func:`zeroshard.comm.host.fate_of` gives for its process."""
-        return fate_of(self.process, here)
-
-    def has_left(self, here: Process) -> bool:
-        """Whether it closed its engine, or its process ended, as far as this host can tell."""
-        if not self.is_on(here):
-            return False
-        return not self._of_engine().exists() or self.fate(here)[0] == "gone"
-
-    def _of_engine(self) -> Path:
-        """The recording that exists as long as the engine. Those of its groups are opened later."""
-        path = Path(self.recording)
-        return path.with_name(path.name.partition("-")[0])
-
-    def is_on(self, here: Process) -> bool:
-        """Whether this host sees the rank's process and files."""
-        return bool(here.space) and self.process.space == here.space
-
-    @property
-    def stack_file(self) -> Path:
-        """The file of its process for the stack that another one asks for."""
-        return Path(self.recording).with_name(STACKS)
-
-    def ask_for_stack(self, here: Process) -> str:
-        """See :func:`~.silent_stack.ask`."""
-        return ask(self.process, here, self.stack_file)
-
-    def remove_files(self) -> None:
-        """Remove its recording; with the file named :data:`PRESENCE`, remove the stack file too."""
-        if Path(self.recording).name == PRESENCE:
-            remove_recording(self.stack_file)
-        remove_recording(Path(self.recording))
-
-
-class Peers(Mapping[int, Peer]):
-    """The ranks of a run: those of this host, and of every other rank only its host.
-
-    ``near``: the ranks of this host, by global rank. ``runs``: first rank, last rank and host of ranks
-    that follow each other, in order, as JSON; all ``ranks`` together. It is read when a rank of another
-    host is first asked for, which few ranks of a run ever do.
-    """
-
-    def __init__(self, near: Mapping[int, Peer], ranks: Sequence[int], runs: str = "[]") -> None:
-        self.near = near
-        self._ranks = ranks
-        self._text = runs
-
-    @cached_property
-    def _runs(self) -> list[tuple[int, int, str]]:
-        return [(first, last, host) for first, last, host in json.loads(self._text)]
-
-    def with_near(self, near: Mapping[int, Peer]) -> Peers:
-        """The same ranks, of which some are known better: ``near``."""
-        return Peers({**self.near, **near}, self._ranks, self._text)
-
-    def __getitem__(self, rank: int) -> Peer:
-        if (near := self.near.get(rank)) is not None:
-            return near
-        at = bisect_right(self._runs, rank, key=itemgetter(0)) - 1
-        if at < 0 or rank > self._runs[at][1]:
-            raise KeyError(rank)
-        return Peer(rank, Process(self._runs[at][2], "", 0, ""), "")
-
-    def __len__(self) -> int:
-        return len(self._ranks)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._ranks)
-
-
-def remove_files(
-    peers: Mapping[int, Peer], rank: int, here: Process, keep: Callable[[Peer], None]
-) -> None:
-    """Remove the files of ``rank``, which is this process.
-
-    The last rank that leaves this host removes those of its dead ranks too, after ``keep(peer)``. Until
-    then a rank that judges alone can read what the dead ranks did last. Each rank removes its own
-    files first and then looks at those of the others. So if two leave at the same time, at least one of
-    them sees that it is the last.
-    """
-    peers[rank].remove_files()
-    others = [p for r, p in peers.items() if r != rank and p.is_on(here)]
-    if all(peer.has_left(here) for peer in others):
-        for peer in others:
-            if Path(peer.recording).exists() and peer.fate(here)[0] == "gone":
-                keep(peer)
-            peer.remove_files()
+    flight: FlightRecording | None
+    fate: str = "runs"
+    detail: str = ""
+    answered: bool = True
+    blocked_s: float = 0.0
+    stack: str = ""
+    stacks: str = ""
+    host: str = ""
+    phase: str = ""
+    wait: Wait | None = None
+    reached: Mapping[str, int] = field(default_factory=dict)
+    failed: str = ""
+    frozen_s: float | None = None
 
 
 def status_from_answer(peer: Peer, answer: Mapping[str, Any]) -> RankStatus:
@@ -282,92 +158,104 @@ def without_connection(status: RankStatus) -> RankStatus:
     return status
 
 
-def stack_line(thread: int) -> str:
-    """Where a thread is, on one line, innermost first: the line that called ZeroShard or torch, which may
-    be a library's, and the program's lines that led to it.
+# -- in words --------------------------------------------------------------------------------------
 
-    ``accelerator.py:3021 save_state < train.py:88 save < train.py:120 main``
-    """
-    frames = list(_frames(thread))
-    theirs = [f for f in frames if not f.f_code.co_filename.startswith(OWN_FILES)] or frames
-    shown = theirs[:1] + [f for f in theirs[1:] if not f.f_code.co_filename.startswith(_LIBRARIES)]
-    return " < ".join(
-        f"{Path(f.f_code.co_filename).name}:{f.f_lineno} {f.f_code.co_name}"
-        for f in shown[:_FRAMES]
+
+def call_text(record: Record, *, sizes: bool = False) -> str:
+    """A record in words: ``gather 'layers.0' (#19)``."""
+    op, _, rest = record.op.partition(" ")
+    what = f"{_WORDS.get(op, op)}{' ' + rest if rest else ''} {record.name!r} (#{record.seq})"
+    return f"{what} of {record.nbytes} bytes {record.dtype}" if sizes else what
+
+
+def position_text(status: RankStatus) -> str:
+    """Where a rank is: its call, what the program does there, and the program's line."""
+    place, doing = place_of(status), doing_of(status)
+    if status.wait is None and (status.flight is None or not status.flight.waiting):
+        place = f"outside collectives, {place}" if status.answered else place
+    elif status.blocked_s >= 0.1:
+        place += f" for {status.blocked_s:.1f} s"
+    return f"{place}{f', in {doing}' if doing else ''}{line_of(status)}"
+
+
+def conditional(*gathered: Record) -> str:
+    """The config key that lets ranks skip these modules. Numbers in a name become ``*``."""
+    modules = [record.name.partition("#")[0].split(".") for record in gathered]
+    patterns = {
+        ".".join("*" if part.isdigit() else part for part in parts): None for parts in modules
+    }
+    return f'"conditional_modules": {json.dumps(list(patterns))}'
+
+
+def cut(line: str, columns: int = COLUMNS) -> str:
+    """``line``, cut to ``columns`` characters."""
+    return line if len(line) <= columns else line[: columns - 3] + "..."
+
+
+def records_of(status: RankStatus) -> tuple[Record, ...]:
+    return status.flight.records if status.flight else ()
+
+
+def what_follows(status: RankStatus, first: Record, then: Record, seq: int) -> bool:
+    """Whether this rank calls ``then`` after ``seq``, or called it right after ``first`` earlier."""
+    records = records_of(status)
+    if any(r.seq > seq and r.call == then.call for r in records):
+        return True
+    return any(
+        a.seq < seq and a.call == first.call and b.call == then.call for a, b in pairwise(records)
     )
 
 
-def phase(thread: int) -> str:
-    """What the program does with ZeroShard in ``thread``: its outermost call with a name; "" if none."""
-    found = ""
-    for frame in _frames(thread):
-        file, function = frame.f_code.co_filename, frame.f_code.co_name
-        own = _PHASES.get((file, function)) or _PHASES.get((file, ""))
-        if own is None and not file.startswith(OWN_FILES):
-            own = _OF_ANYBODY.get(function)
-        found = own or found
-    return found
+def place_of(status: RankStatus) -> str:
+    flight, wait = status.flight, status.wait
+    if wait is not None:
+        return f"waiting in {wait.what}"
+    if flight is None:
+        return "nothing is known"
+    waiting = next((r for r in flight.records if r.seq == flight.waiting), None)
+    if waiting is not None:
+        return f"waiting in {call_text(waiting)}"
+    if not flight.records:
+        return "before the first collective"
+    return f"after {call_text(flight.records[-1])}"
 
 
-def call_of_torch(thread: int) -> tuple[FrameType, str] | None:
-    """The frame and name of the call of ``torch.distributed`` that the program itself is in, if any."""
-    frames = _frames(thread)
-    innermost = frame = next(frames, None)
-    if innermost is None or innermost.f_code.co_filename not in _BLOCKING:
-        return None
-    name = ""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        code = frame.f_code
-        if (
-            code.co_filename == _CALLS_OF_TORCH
-            or (code.co_filename, code.co_name) == _WAIT_OF_TORCH
-        ):
-            name = code.co_name
-        frame = next(frames, None)
-    if not name:  # some operation of torch
-        return None
-    ours = frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVES)
-    return None if ours else (innermost, f"{TORCH}.{name}")
+def whereabouts(status: RankStatus) -> str:
+    """Where a rank is that others wait for."""
+    if status.fate == "absent":
+        return status.detail
+    if status.wait is not None:
+        return f"{place_of(status)}{line_of(status)}"
+    section = f"section {section_of(status)}: " if section_of(status) else ""
+    doing = f"in {status.phase}: " if status.phase and not section else ""
+    failed = f", after {status.failed}" if status.failed else ""
+    where = f"outside collectives, {section}{doing}{status.stack or 'no stack'}"
+    return cut(where, 160) + failed if failed else where
 
 
-def _frames(thread: int) -> Iterator[FrameType]:
-    """The frames of a thread, innermost first.
-
-    During a backward on a device, torch runs hooks on a thread of its own while the program's thread
-    waits for it. The frames of such hooks come first.
-    """
-    first: list[FrameType] = []
-    current = sys._current_frames()
-    frame = current.get(thread)
-    if frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) == _BACKWARD:
-        named = {t.ident for t in threading.enumerate() if type(t) is not threading._DummyThread}
-        first = [current[ident] for ident in sorted(current.keys() - named)]
-    # One of these frames is this one. A reference to it would keep the locals of all threads alive until
-    # the garbage collector runs.
-    del current
-    for hook in first:
-        yield from _outwards(hook)
-    yield from _outwards(frame)
+def doing_of(status: RankStatus) -> str:
+    return status.phase or section_of(status)
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def last_call(status: RankStatus) -> str:
+    records = records_of(status)
+    return f"; its last call was {call_text(records[-1])}" if records else ""
 
 
-def stack_of(thread: int) -> str:
-    """The whole stack of a thread, the innermost frame last; "" if there is no such thread."""
-    frame = sys._current_frames().get(thread)
-    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+def section_of(status: RankStatus) -> str:
+    if status.flight is not None and status.flight.section:
+        return status.flight.section
+    return "setup" if status.phase in SET_UP else ""
 
 
-def stacks(last: int | None = _FRAMES) -> str:
-    """The stacks of all threads of this process. ``last``: so many innermost frames; None: all."""
-    names = {t.ident: t.name for t in threading.enumerate()}
-    parts = []
-    for ident, frame in sys._current_frames().items():
-        lines = traceback.format_stack(frame)[-(last or 0) :]
-        name = names.get(ident, f"thread {ident} of torch")
-        parts.append(f"{name}:\n{''.join(lines)}")
-    return "\n".join(parts)
+def line_of(status: RankStatus) -> str:
+    """The program's line and the line that called it, in parentheses."""
+    return f" ({' < '.join(status.stack.split(' < ')[:2])})" if status.stack else ""
+
+
+def host_of(status: RankStatus) -> str:
+    return f" ({status.host})" if status.host else ""
+
+
+def capitalized(text: str) -> str:
+    return text[0].upper() + text[1:]

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder for other processes: ``ranks.json``, and recordings after failures.
+"""The processes of a run, and what it leaves for others: ``ranks.json``, and recordings after failures.
 
 ``zeroshard stacks`` reads ``ranks.json`` to find a running job; ``zeroshard explain`` reads both after
 its end.
@@ -21,18 +21,22 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 
 from zeroshard.comm.flight_recorder import FlightRecording, read_recording
-from zeroshard.comm.host import Process
-from zeroshard.comm.recorder import PRESENCE
+from zeroshard.comm.host import Process, fate_of
+from zeroshard.comm.recorder import PRESENCE, remove_recording
 from zeroshard.core.files import write_for_this_user
 from zeroshard.errors import UsageError
 from zeroshard.run.kept_exit import point_to
+from zeroshard.run.recordings import STACKS
 from zeroshard.run.run_folder import make_run_folder, run_folder
-from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.stacks import ask
 
 RANKS = "ranks.json"
 KEPT = "recordings"
@@ -40,6 +44,108 @@ _END = "end.json"
 _SUFFIX = ".gz"
 _AHEAD = 4
 """Calls that a rank may begin ahead of the one that it waits in, for prefetching."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank, its process, and the path of its recording on its host."""
+
+    rank: int
+    process: Process
+    recording: str
+
+    def far(self) -> Peer:
+        """The same rank, marked as one of which this host can see nothing."""
+        return replace(self, process=replace(self.process, space=""))
+
+    def fate(self, here: Process) -> tuple[str, str]:
+        """What :func:`zeroshard.comm.host.fate_of` gives for its process."""
+        return fate_of(self.process, here)
+
+    def has_left(self, here: Process) -> bool:
+        """Whether it closed its engine, or its process ended, as far as this host can tell."""
+        if not self.is_on(here):
+            return False
+        return not self._of_engine().exists() or self.fate(here)[0] == "gone"
+
+    def _of_engine(self) -> Path:
+        """The recording that exists as long as the engine. Those of its groups are opened later."""
+        path = Path(self.recording)
+        return path.with_name(path.name.partition("-")[0])
+
+    def is_on(self, here: Process) -> bool:
+        """Whether this host sees the rank's process and files."""
+        return bool(here.space) and self.process.space == here.space
+
+    @property
+    def stack_file(self) -> Path:
+        """The file of its process for the stack that another one asks for."""
+        return Path(self.recording).with_name(STACKS)
+
+    def ask_for_stack(self, here: Process) -> str:
+        """See :func:`~.stacks.ask`."""
+        return ask(self.process, here, self.stack_file)
+
+    def remove_files(self) -> None:
+        """Remove its recording; with the file named :data:`PRESENCE`, remove the stack file too."""
+        if Path(self.recording).name == PRESENCE:
+            remove_recording(self.stack_file)
+        remove_recording(Path(self.recording))
+
+
+class Peers(Mapping[int, Peer]):
+    """The ranks of a run: those of this host, and of every other rank only its host.
+
+    ``near``: the ranks of this host, by global rank. ``runs``: first rank, last rank and host of ranks
+    that follow each other, in order, as JSON; all ``ranks`` together. It is read when a rank of another
+    host is first asked for, which few ranks of a run ever do.
+    """
+
+    def __init__(self, near: Mapping[int, Peer], ranks: Sequence[int], runs: str = "[]") -> None:
+        self.near = near
+        self._ranks = ranks
+        self._text = runs
+
+    @cached_property
+    def _runs(self) -> list[tuple[int, int, str]]:
+        return [(first, last, host) for first, last, host in json.loads(self._text)]
+
+    def with_near(self, near: Mapping[int, Peer]) -> Peers:
+        """The same ranks, of which some are known better: ``near``."""
+        return Peers({**self.near, **near}, self._ranks, self._text)
+
+    def __getitem__(self, rank: int) -> Peer:
+        if (near := self.near.get(rank)) is not None:
+            return near
+        at = bisect_right(self._runs, rank, key=itemgetter(0)) - 1
+        if at < 0 or rank > self._runs[at][1]:
+            raise KeyError(rank)
+        return Peer(rank, Process(self._runs[at][2], "", 0, ""), "")
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+
+def remove_files(
+    peers: Mapping[int, Peer], rank: int, here: Process, keep: Callable[[Peer], None]
+) -> None:
+    """Remove the files of ``rank``, which is this process.
+
+    The last rank that leaves this host removes those of its dead ranks too, after ``keep(peer)``. Until
+    then a rank that judges alone can read what the dead ranks did last. Each rank removes its own
+    files first and then looks at those of the others. So if two leave at the same time, at least one of
+    them sees that it is the last.
+    """
+    peers[rank].remove_files()
+    others = [p for r, p in peers.items() if r != rank and p.is_on(here)]
+    if all(peer.has_left(here) for peer in others):
+        for peer in others:
+            if Path(peer.recording).exists() and peer.fate(here)[0] == "gone":
+                keep(peer)
+            peer.remove_files()
 
 
 @dataclass(frozen=True)

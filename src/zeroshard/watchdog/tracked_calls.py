@@ -19,10 +19,10 @@ import torch.distributed as dist
 from zeroshard.comm.flight_recorder import FlightRecording, Record
 from zeroshard.comm.recorder import Item, Recorder
 from zeroshard.watchdog.diagnosis import SET_UPS
-from zeroshard.watchdog.diagnosis_text import call_text
-from zeroshard.watchdog.findings import TORCH, Wait
-from zeroshard.watchdog.rank_status import Peer, call_of_torch
+from zeroshard.watchdog.rank_status import Wait, call_text
+from zeroshard.watchdog.run_record import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.watchdog.stacks import TORCH, call_of_torch
 
 
 class StallClock:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Protocol
 
 from zeroshard.errors import DistributedError, UnitStateError, ZeroShardError
-from zeroshard.watchdog.rank_status import OWN_FILES
+from zeroshard.watchdog.stacks import OWN_FILES
 
 
 class Explains(Protocol):

@@ -65,21 +65,13 @@ from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.store_keys import Store
 from zeroshard.errors import CLOSED, ENDED, EXIT_DIAGNOSIS
 from zeroshard.run.blame import tell_launcher
-from zeroshard.watchdog.findings import Diagnosis
+from zeroshard.watchdog.diagnosis import Diagnosis
 from zeroshard.watchdog.inquiry import POLL_S, Inquiry, own_answer
 from zeroshard.watchdog.lone_reads import Position, position_of
 from zeroshard.watchdog.messages import Messages, StoreLost
-from zeroshard.watchdog.rank_status import (
-    Peer,
-    Peers,
-    call_of_torch,
-    remove_files,
-    stack_of,
-    stacks,
-)
-from zeroshard.watchdog.run_record import keep_recordings
+from zeroshard.watchdog.run_record import Peer, Peers, keep_recordings, remove_files
 from zeroshard.watchdog.settings import WatchdogSettings, store_tick_s
-from zeroshard.watchdog.silent_stack import StackFile
+from zeroshard.watchdog.stacks import StackFile, call_of_torch, stack_of, stacks
 from zeroshard.watchdog.tracked_calls import CallsOfTorch, SetUps, TrackedCalls, newest_of
 
 #: How long the store may take to answer a rank that starts. All ranks start at once.
@@ -270,7 +262,7 @@ class Watchdog:
         """Raise the fatal diagnosis, if there is one.
 
         Raises:
-            DistributedError: see :meth:`~.findings.Diagnosis.error`.
+            DistributedError: see :meth:`~.diagnosis.Diagnosis.error`.
         """
         diagnosis = self._state.diagnosis
         if diagnosis is not None:

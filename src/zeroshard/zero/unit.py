@@ -63,7 +63,7 @@ from zeroshard.core.tiers import Tier
 from zeroshard.errors import DistributedError, UnitStateError, UsageError
 from zeroshard.memory.storage import has_more_uses, resize, uses
 from zeroshard.offload.shard_store import AllocateShard, MemoryShardStore, ShardStore
-from zeroshard.watchdog.findings import READ
+from zeroshard.watchdog.rank_status import READ
 from zeroshard.zero import sharded_parameter
 from zeroshard.zero.full_params import FullParams
 from zeroshard.zero.materialize import ParamScatterer

@@ -1,4 +1,4 @@
-"""Curves of a report: few points that keep every extreme, drawn as SVG."""
+"""Figures of a page: few points that keep every extreme, drawn as SVG; and the template around them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from zeroshard.errors import UsageError
+from zeroshard.version import __version__
 
 BUCKETS = 600
 """At most twice as many points are drawn of a curve."""
@@ -183,3 +186,28 @@ def _svg(figure, salt: str) -> str:  # type: ignore[no-untyped-def]
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     return re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r'\1 role="img"', svg, count=1)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure and the table behind it. ``note``: what a reader has to know."""
+
+    title: str
+    svg: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def render(template: str, title: str, **values: Any) -> str:
+    """A page as one HTML text without scripts, which loads nothing. Texts in ``values`` are escaped."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(title=title, version=__version__, **values)
