@@ -368,9 +368,15 @@ def test_gradients_that_a_hook_of_the_program_adds_are_not_added_again():
             dist.all_reduce(total, group=group)
             return total
 
-        for block in model:
+        def add_in_place(param: nn.Parameter) -> None:
+            dist.all_reduce(param.grad, group=group)
+
+        for at, block in enumerate(model):
             for param in block.norm.parameters():
-                param.register_hook(add)
+                if at:
+                    param.register_post_accumulate_grad_hook(add_in_place)
+                else:
+                    param.register_hook(add)
         assert train(engine) == pytest.approx(norms, rel=1e-12)
         engine.destroy()
 

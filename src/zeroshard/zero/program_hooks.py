@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeroshard.comm.dtensors import KINDS
 from zeroshard.errors import UsageError
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.held_grads import HeldGrad
@@ -69,6 +70,13 @@ class ProgramHooks:
                 if own in table:
                     table[own] = table.pop(own)
                 self.guarded[number] = None
+                self._note_sum(*self._places[number])
+
+    def _note_sum(self, buffer: GradBuffer, index: int) -> None:
+        """Take the gradient of a plain parameter for whole: see ``CopySums.begin_backward``."""
+        slots = buffer.slots_of(index)
+        if slots is not None and type(buffer.unit.params[index]) not in KINDS:
+            slots.learn_whole(index)
 
     def end(self) -> None:
         """Forget the runs of a backward."""
