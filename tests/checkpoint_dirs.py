@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import json_state
-from zeroshard.checkpoint.blocks import BlockWriter, bytes_of
+from zeroshard.checkpoint.blocks import BlockWriter, TensorEntry, bytes_of, lay_out
 from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.manifest import (
     MANIFEST,
@@ -23,10 +23,10 @@ from zeroshard.checkpoint.manifest import (
     SavedParameter,
     SavedTensor,
     buffer_key,
+    dtype_name,
     fragment_key,
     tree_key,
 )
-from zeroshard.checkpoint.safetensors_file import TensorEntry, dtype_name, lay_out
 
 BLOCK_NBYTES = 4096
 

@@ -14,7 +14,7 @@ from config_page import OWN
 
 from zeroshard.config.keys import KEYS
 from zeroshard.deepspeed.api_table import MEMBERS, NAMES, SAME_MODULE, VERSION, Name
-from zeroshard.deepspeed.version_check import CONSUMERS
+from zeroshard.deepspeed.distributed import CONSUMERS
 
 INTRO = f"""\
 # Programs written for DeepSpeed

@@ -12,8 +12,8 @@ from zeroshard_testing import on_ranks
 from zeroshard_testing.ranks import pool
 
 from zeroshard import Engine
-from zeroshard.checkpoint.export import export_checkpoint
 from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.zero_to_fp32 import export_checkpoint
 from zeroshard.engine import export
 
 SLACK_NBYTES = (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.simulation import lone_rank, unmatched
 from zeroshard.core.mesh import Mesh
-from zeroshard.deepspeed.layer_specs import LayerSpec, TiedLayerSpec
+from zeroshard.deepspeed.pipeline_layers import LayerSpec, TiedLayerSpec
 from zeroshard.deepspeed.pipeline_module import PipelineModule
 from zeroshard.errors import UsageError
 from zeroshard.parallel import pipeline, tensor_parallel

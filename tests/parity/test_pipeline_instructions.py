@@ -18,7 +18,6 @@ from zeroshard_testing import on_ranks
 
 from zeroshard import deepspeed
 from zeroshard.deepspeed import import_hook, pipe_schedule
-from zeroshard.deepspeed.layer_specs import TiedLayerSpec
 from zeroshard.deepspeed.pipe_schedule import (
     BackwardPass,
     BufferOpInstruction,
@@ -35,6 +34,7 @@ from zeroshard.deepspeed.pipe_schedule import (
     TrainSchedule,
 )
 from zeroshard.deepspeed.pipeline_engine import PipelineEngine
+from zeroshard.deepspeed.pipeline_layers import TiedLayerSpec
 from zeroshard.deepspeed.pipeline_module import PipelineModule
 
 WIDTH, MICRO_BATCH, COUNT, STEPS, LR, CLIP = 6, 2, 3, 3, 1e-2, 0.2

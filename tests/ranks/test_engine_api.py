@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 from zeroshard_testing import on_ranks
 
 import zeroshard
-from zeroshard.deepspeed.getters import GETTERS
+from zeroshard.deepspeed.engine import GETTERS
 from zeroshard.errors import UsageError
 
 NAMED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}}}

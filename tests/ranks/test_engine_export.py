@@ -15,9 +15,11 @@ from support.edge_case_models import CASES, Mlp
 from torch import Tensor, nn
 from zeroshard_testing import on_ranks
 
-from zeroshard.checkpoint.export import export_checkpoint
 from zeroshard.checkpoint.reader import CheckpointReader
-from zeroshard.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from zeroshard.checkpoint.zero_to_fp32 import (
+    export_checkpoint,
+    get_fp32_state_dict_from_zero_checkpoint,
+)
 from zeroshard.engine import export
 from zeroshard.errors import CheckpointError, UsageError
 

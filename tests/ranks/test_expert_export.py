@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from zeroshard_testing import on_ranks
 
 import zeroshard
-from zeroshard.checkpoint.export import export_checkpoint
 from zeroshard.checkpoint.reader import CheckpointReader
-from zeroshard.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from zeroshard.checkpoint.zero_to_fp32 import (
+    export_checkpoint,
+    get_fp32_state_dict_from_zero_checkpoint,
+)
 from zeroshard.core.mesh import Mesh
 from zeroshard.engine.expert_export import _Told, united_of
 from zeroshard.parallel import MoE

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zeroshard_testing import on_ranks, run_ranks
 
 from zeroshard import deepspeed
-from zeroshard.deepspeed import import_hook, pipe_overrides
+from zeroshard.deepspeed import import_hook, pipeline_engine
 from zeroshard.deepspeed.pipe_schedule import (
     BackwardPass,
     DataParallelSchedule,
@@ -65,7 +65,7 @@ def batches(count: int = COUNT) -> Iterator[tuple[Tensor, Tensor]]:
 def test_an_engine_that_is_not_changed_runs_torchs_schedule():
     with opened() as engine, mock.patch.object(engine._pipeline, "train") as ran:
         ran.side_effect = ValueError("torch's schedule")
-        assert pipe_overrides.changed(engine) == ""
+        assert pipeline_engine.changed(engine) == ""
         with pytest.raises(ValueError, match="torch's schedule"):
             engine.train_batch(batches())
 
@@ -81,10 +81,10 @@ def test_every_change_is_seen():
             (names, "TrainSchedule", "deepspeed.runtime.pipe.schedule.TrainSchedule"),
         ):
             with mock.patch.object(target, name, mock.Mock()):
-                assert pipe_overrides.changed(engine) == wanted
+                assert pipeline_engine.changed(engine) == wanted
         with mock.patch.dict(PipelineEngine._INSTRUCTION_MAP, {PipeInstruction: print}):
-            assert pipe_overrides.changed(engine) == "_INSTRUCTION_MAP"
-        assert pipe_overrides.changed(engine) == ""
+            assert pipeline_engine.changed(engine) == "_INSTRUCTION_MAP"
+        assert pipeline_engine.changed(engine) == ""
 
 
 @on_ranks(2)

@@ -22,7 +22,7 @@ from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard import sequence
-from zeroshard.deepspeed.ulysses import UlyssesSPAttentionHF
+from zeroshard.deepspeed.parallel_init import UlyssesSPAttentionHF
 from zeroshard.errors import ZeroShardError
 from zeroshard.parallel import MoE
 

@@ -13,7 +13,7 @@ from zeroshard_testing import on_ranks
 
 import zeroshard
 from zeroshard.deepspeed.helpers import safe_update_full_grad_vectorized
-from zeroshard.deepspeed.parameters import mark_parameters
+from zeroshard.deepspeed.zero_init import mark_parameters
 from zeroshard.zero import GatheredParameters, Init, safe_get_full_fp32_param, safe_get_full_grad
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}

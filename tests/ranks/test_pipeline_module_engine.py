@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 from zeroshard_testing import on_ranks
 
 from zeroshard import deepspeed
-from zeroshard.deepspeed.layer_specs import LayerSpec, TiedLayerSpec
 from zeroshard.deepspeed.pipeline_engine import PipelineEngine
+from zeroshard.deepspeed.pipeline_layers import LayerSpec, TiedLayerSpec
 from zeroshard.deepspeed.pipeline_module import PipelineModule
 from zeroshard.errors import ConfigError, UsageError
 

@@ -11,7 +11,7 @@ from support.covering import some_stages
 from torch.optim import lr_scheduler
 from zeroshard_testing import on_ranks
 
-from zeroshard.deepspeed.getters import GETTERS
+from zeroshard.deepspeed.engine import GETTERS
 
 SGD = {"type": "SGD", "params": {"lr": 0.5}}
 

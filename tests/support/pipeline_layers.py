@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from support.pipeline_models import CLIP, COUNT, DP, LR, MICRO_BATCH, WIDTH
 from zeroshard.deepspeed.helpers import set_random_seed
-from zeroshard.deepspeed.layer_specs import LayerSpec
+from zeroshard.deepspeed.pipeline_layers import LayerSpec
 
 BASE_SEED = 7
 

@@ -24,7 +24,7 @@ from zeroshard.checkpoint.boxes import (
     whole,
 )
 from zeroshard.checkpoint.local_state import ShardItem, digest_part, total_digests
-from zeroshard.checkpoint.safetensors_file import DTYPES
+from zeroshard.checkpoint.manifest import DTYPES
 
 SEEDS = st.integers(0, 2**32)
 

@@ -20,7 +20,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from support.covering import FULL
 
-from zeroshard.checkpoint import json_decoder, json_walk
+from zeroshard.checkpoint import json_state
 from zeroshard.checkpoint.json_state import decode, encode
 from zeroshard.errors import CheckpointError
 from zeroshard.zero.sharded_parameter import ReadOnlyCopy
@@ -95,7 +95,7 @@ def test_values_come_back_with_their_types(name):
 
 @pytest.mark.parametrize(
     "dtype",
-    sorted(json_walk.STORED | set(json_walk.STORED_AS_BYTES.values()), key=str),
+    sorted(json_state.STORED | set(json_state.STORED_AS_BYTES.values()), key=str),
     ids=str,
 )
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
@@ -273,7 +273,7 @@ def test_one_object_at_two_places_comes_back_as_two():
 
 
 def test_what_would_be_written_for_ever_is_an_error(monkeypatch):
-    monkeypatch.setattr(json_walk, "MAX_VALUES", 1000)
+    monkeypatch.setattr(json_state, "MAX_VALUES", 1000)
     value = []
     for _ in range(40):
         value = [value, value]
@@ -419,7 +419,7 @@ def test_bytes_at_any_address_become_wider_dtypes():
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-MARKS = st.sampled_from([*json_decoder._READ, "$", "$x"]) | st.text(max_size=3)
+MARKS = st.sampled_from([*json_state._READ, "$", "$x"]) | st.text(max_size=3)
 NAMES = st.sampled_from(
     [*TENSORS, "<f4", "|b1", "<U2", "complex64", "0x1f", "AAAA", "cuda:0", "list"]
 )

@@ -116,7 +116,7 @@ def test_files_of_module_states_are_found(tmp_path):
 
 
 def test_a_checkpoint_engine_of_torch_keeps_files_apart(tmp_path):
-    from zeroshard.deepspeed.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
+    from zeroshard.deepspeed.checkpoint_files import CheckpointCommitInfo, TorchCheckpointEngine
 
     info, engine = CheckpointCommitInfo("a", str(tmp_path), True), TorchCheckpointEngine()
     assert engine.create(info) is None
@@ -207,15 +207,15 @@ def test_a_directory_is_made_for_a_file(tmp_path):
 
 
 def test_elastic_sections():
-    from zeroshard.deepspeed import elastic
+    from zeroshard.deepspeed import config_model
 
     section = {"enabled": True, "model_parallel_size": 2}
-    assert elastic.elasticity_enabled({"elasticity": section})
-    assert not elastic.elasticity_enabled({})
+    assert config_model.elasticity_enabled({"elasticity": section})
+    assert not config_model.elasticity_enabled({})
     with pytest.raises(
         ConfigError, match="model_parallel_size: 2: batch sizes are computed for data"
     ):
-        elastic.compute_elastic_config({"elasticity": section})
+        config_model.compute_elastic_config({"elasticity": section})
 
 
 def test_partitioned_activations_alone_configure_nothing(monkeypatch):

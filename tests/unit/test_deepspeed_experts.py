@@ -10,8 +10,8 @@ from support.deepspeed_experts import AT, BUFFER, DENSE, ExpertRun, write_expert
 from support.deepspeed_files import KEYS, deepspeed_classes, optim_file, value
 
 from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader
-from zeroshard.checkpoint.export import export_checkpoint
 from zeroshard.checkpoint.reader import full
+from zeroshard.checkpoint.zero_to_fp32 import export_checkpoint
 from zeroshard.errors import CheckpointError
 from zeroshard.experts.marks import matched_groups
 

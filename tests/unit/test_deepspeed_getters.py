@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zeroshard.config import load_config
-from zeroshard.deepspeed.getters import GETTERS
+from zeroshard.deepspeed.engine import GETTERS
 
 CPU = {"device": "cpu", "ratio": 0.5}
 DISK = {"device": "nvme", "nvme_path": "/d"}

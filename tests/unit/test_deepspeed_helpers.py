@@ -13,7 +13,7 @@ from torch import nn
 
 from zeroshard import deepspeed
 from zeroshard.comm.env import default_backend, default_timeout, local_device
-from zeroshard.deepspeed import activations, device, timers
+from zeroshard.deepspeed import activations, device, monitors
 from zeroshard.device.choice import accelerator_type
 from zeroshard.errors import (
     PLAN_COMMAND,
@@ -439,7 +439,7 @@ def test_timers():
 
 def test_a_timer_adds_up_its_times_unless_they_are_dropped(monkeypatch):
     times_s = iter([0.0, 1.0, 10.0, 12.0, 20.0, 24.0])
-    monkeypatch.setattr(timers, "_now", lambda: next(times_s))
+    monkeypatch.setattr(monitors, "_now", lambda: next(times_s))
     timer = deepspeed.utils.timer.SynchronizedWallClockTimer()("a")
     found_ms = []
     for reset in (False, False, True):

@@ -16,7 +16,7 @@ from torch import nn
 from zeroshard import deepspeed
 from zeroshard.comm.env import adopt_mpi
 from zeroshard.deepspeed import api_table
-from zeroshard.deepspeed.partition import partition_balanced, partition_uniform
+from zeroshard.deepspeed.helpers import partition_balanced, partition_uniform
 from zeroshard.errors import CheckpointError, ConfigError, LaunchError, UnsupportedError, UsageError
 from zeroshard.launch.rank_env import exported
 

@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from zeroshard.checkpoint import export
-from zeroshard.checkpoint.export import export_checkpoint
 from zeroshard.checkpoint.export_plan import (
     Weight,
     file_layout,
@@ -33,6 +32,7 @@ from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.zero_to_fp32 import (
     SCRIPT,
     convert_zero_checkpoint_to_fp32_state_dict,
+    export_checkpoint,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )

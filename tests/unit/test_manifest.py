@@ -21,17 +21,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.covering import FULL, sampled
 
-from zeroshard.checkpoint.blocks import BlockFile
+from zeroshard.checkpoint.blocks import BlockFile, TensorEntry, lay_out, read_entries
 from zeroshard.checkpoint.boxes import Box
-from zeroshard.checkpoint.manifest import FORMAT, MANIFEST, MAX_NUMEL, VERSION, Manifest, parse
-from zeroshard.checkpoint.reader import CheckpointReader, full, read_manifest
-from zeroshard.checkpoint.safetensors_file import (
+from zeroshard.checkpoint.manifest import (
     DTYPES,
-    TensorEntry,
-    lay_out,
-    read_entries,
+    FORMAT,
+    MANIFEST,
+    MAX_NUMEL,
+    VERSION,
+    Manifest,
+    parse,
     stored_as,
 )
+from zeroshard.checkpoint.reader import CheckpointReader, full, read_manifest
 from zeroshard.errors import CheckpointError
 
 VALUES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
+import runpy
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from zeroshard import deepspeed
-from zeroshard.deepspeed import pipe_overrides, pipe_schedule
+from zeroshard.deepspeed import pipe_schedule, pipeline_engine
 from zeroshard.deepspeed.pipeline_engine import PipelineEngine
 from zeroshard.errors import UnsupportedError, UsageError
 
@@ -107,7 +107,6 @@ def test_what_is_not_offered_says_so():
 def test_a_schedule_that_is_patched_before_the_engine_is_imported_is_seen():
     engine = PipelineEngine.__new__(PipelineEngine)
     with mock.patch.object(pipe_schedule.TrainSchedule, "steps", lambda _self: iter(())):
-        importlib.reload(pipe_overrides)
-        assert pipe_overrides.changed(engine) == "TrainSchedule.steps"
-    importlib.reload(pipe_overrides)
-    assert pipe_overrides.changed(engine) == ""
+        imported_later = runpy.run_path(pipeline_engine.__file__)
+        assert imported_later["changed"](engine) == "TrainSchedule.steps"
+    assert imported_later["changed"](engine) == ""

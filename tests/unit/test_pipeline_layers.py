@@ -10,8 +10,14 @@ import torch
 from torch import nn
 
 from zeroshard import deepspeed
-from zeroshard.deepspeed.layer_specs import LayerSpec, TiedLayerSpec, outline
-from zeroshard.deepspeed.pipeline_layers import outlines_of, partition, trained_numel
+from zeroshard.deepspeed.pipeline_layers import (
+    LayerSpec,
+    TiedLayerSpec,
+    outline,
+    outlines_of,
+    partition,
+    trained_numel,
+)
 from zeroshard.deepspeed.pipeline_module import PipelineModule
 from zeroshard.deepspeed.topology import PipeDataParallelTopology
 from zeroshard.errors import UnsupportedError, UsageError

@@ -128,7 +128,7 @@ def no_kernel():
     return Net(torch.ops.plan_tests.no_kernel), (batch(), None)
 
 def layers():
-    from zeroshard.deepspeed.layer_specs import LayerSpec
+    from zeroshard.deepspeed.pipeline_layers import LayerSpec
     from zeroshard.deepspeed.pipeline_module import PipelineModule
     specs = [LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(4)]
     return PipelineModule(specs, num_stages=2, loss_fn=nn.functional.mse_loss), (batch(), batch())

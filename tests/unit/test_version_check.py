@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from zeroshard.deepspeed import version_check
-from zeroshard.deepspeed.version_check import CONSUMERS, Consumer
+from zeroshard.deepspeed import distributed
+from zeroshard.deepspeed.distributed import CONSUMERS, Consumer
 
 LIBRARY = Consumer(
     "shardlib", "shardlib.trainer", oldest="1.8.0", tested="1.15.2", why="it sings in the rain"
@@ -19,7 +19,7 @@ LIBRARY = Consumer(
 
 @pytest.fixture
 def table(monkeypatch):
-    monkeypatch.setattr(version_check, "CONSUMERS", (LIBRARY,))
+    monkeypatch.setattr(distributed, "CONSUMERS", (LIBRARY,))
 
 
 def in_use(monkeypatch, version: str | None) -> None:
@@ -33,11 +33,11 @@ def in_use(monkeypatch, version: str | None) -> None:
 @pytest.mark.parametrize("version", ["0.34.2", "1.7.99", "1.8", "1.8.0", "1.15.2", "1.15.9", "1.9"])
 def test_only_what_is_below_the_oldest_is_too_old(table, version):
     is_old = version in ("0.34.2", "1.7.99")
-    assert bool(version_check.too_old({"shardlib": version})) is is_old
+    assert bool(distributed.too_old({"shardlib": version})) is is_old
 
 
 def test_the_text_for_a_release_that_is_too_old(table):
-    assert version_check.too_old({"shardlib": "1.7.1"}) == [
+    assert distributed.too_old({"shardlib": "1.7.1"}) == [
         "shardlib 1.7.1 is too old for ZeroShard, which needs 1.8.0 or newer: it sings in the rain. "
         "Run: pip install --upgrade 'shardlib>=1.8.0'"
     ]
@@ -52,13 +52,13 @@ def test_a_newer_minor_release_is_worth_a_line(table, version, is_new):
         f"shardlib {version} is newer than 1.15.2, the newest version that ZeroShard was tested "
         "with"
     )
-    assert version_check.newer({"shardlib": version}) == ([line] if is_new else [])
+    assert distributed.newer({"shardlib": version}) == ([line] if is_new else [])
 
 
 def test_a_library_that_is_not_in_use_is_not_judged(table, monkeypatch):
     in_use(monkeypatch, "0.1")
     monkeypatch.delitem(sys.modules, "shardlib.trainer")
-    assert version_check.versions([LIBRARY]) == {}
+    assert distributed.versions([LIBRARY]) == {}
 
 
 def test_a_mark_may_be_an_attribute_that_has_to_hold_something(monkeypatch):
@@ -66,21 +66,21 @@ def test_a_mark_may_be_an_attribute_that_has_to_hold_something(monkeypatch):
     state = SimpleNamespace(shared={})
     monkeypatch.setattr(sys.modules["shardlib.trainer"], "State", state, raising=False)
     marked = LIBRARY._replace(mark="shardlib.trainer:State.shared")
-    assert version_check.versions([marked]) == {}
+    assert distributed.versions([marked]) == {}
     state.shared["rank"] = 0
-    assert version_check.versions([marked]) == {"shardlib": "0.1"}
+    assert distributed.versions([marked]) == {"shardlib": "0.1"}
 
 
 def test_a_library_without_any_version_is_not_judged(table, monkeypatch):
     in_use(monkeypatch, None)
-    assert version_check.versions([LIBRARY]) == {}
-    version_check.check_consumers()
+    assert distributed.versions([LIBRARY]) == {}
+    distributed.check_consumers()
 
 
 def test_the_version_may_be_that_of_the_distribution(monkeypatch):
     in_use(monkeypatch, None)
     monkeypatch.setattr(metadata, "version", {"shardlib": "1.9.0"}.__getitem__)
-    assert version_check.versions([LIBRARY]) == {"shardlib": "1.9.0"}
+    assert distributed.versions([LIBRARY]) == {"shardlib": "1.9.0"}
 
 
 @pytest.mark.parametrize("row", CONSUMERS, ids=lambda row: row.name)
@@ -90,8 +90,8 @@ def test_the_table_knows_what_is_installed_here(row):
         version = metadata.version(row.name)
     except metadata.PackageNotFoundError:
         pytest.skip("not installed")
-    assert version_check.numbers(row.oldest) <= version_check.numbers(version)
-    assert version_check.numbers(version)[:2] == version_check.numbers(row.tested)[:2]
+    assert distributed.numbers(row.oldest) <= distributed.numbers(version)
+    assert distributed.numbers(version)[:2] == distributed.numbers(row.tested)[:2]
 
 
 @pytest.mark.parametrize("row", CONSUMERS, ids=lambda row: row.name)

@@ -3,25 +3,34 @@
 A file is written once, from start to end, in blocks. The manifest keeps a CRC-32 of each block. Writes
 bypass the page cache where the file system supports it, and need memory for a few aligned buffers. To
 read part of a block, all of it is read and checked.
+
+They are safetensors files. That library reads and writes whole files. Here they are written tensor by
+tensor into a layout that is known from the start, so that a rank holds a few blocks at a time. Every
+tensor starts at a multiple of 64 bytes. Entries named ``pad:`` fill the gaps, because the format allows
+none.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import stat
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
+from zeroshard.checkpoint.manifest import ITEMSIZE, Dtype
 from zeroshard.core.files import free_nbytes, reason
 from zeroshard.errors import CheckpointError, DiskError
 from zeroshard.memory.direct_io import NO_FALLOCATE, aligned_bytes, round_to_page, turn_direct
@@ -31,6 +40,8 @@ BLOCK_NBYTES = 4 << 20
 WRITE_THREADS = 2
 WRITE_BUFFERS = 4
 READ_THREADS = 4
+ALIGN_NBYTES = 64
+_MAX_HEADER_NBYTES = 100 << 20  # the format's limit
 _EDGES = 4  # partly read blocks that are kept, because the next fragment begins in them
 
 
@@ -337,3 +348,105 @@ class BlockFile:
 def reading_threads() -> ThreadPoolExecutor:
     """Threads for :class:`BlockFile`. They start on first use. The caller shuts them down."""
     return ThreadPoolExecutor(READ_THREADS, "zeroshard-load")
+
+
+# ---------------------------------------------------------------------- entries
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file: ``file[offset : offset + nbytes]``."""
+
+    key: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    offset: int = 0  # from the start of the file
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", prod(self.shape) * ITEMSIZE[self.dtype])
+
+
+def lay_out(entries: Iterable[TensorEntry]) -> tuple[bytes, list[TensorEntry]]:
+    """The header of a file, and the entries with their offsets in the order of the file.
+
+    Raises:
+        CheckpointError: two entries have the same key, or the header exceeds the format's limit.
+    """
+    placed: list[TensorEntry] = []
+    at = 0
+    for entry in entries:
+        gap = -at % ALIGN_NBYTES
+        if gap:
+            placed.append(TensorEntry(f"pad:{len(placed)}", "U8", (gap,), at))
+            at += gap
+        placed.append(TensorEntry(entry.key, entry.dtype, entry.shape, at))
+        at += entry.nbytes
+    table = {
+        e.key: {"dtype": e.dtype, "shape": e.shape, "data_offsets": [e.offset, e.offset + e.nbytes]}
+        for e in placed
+    }
+    if len(table) != len(placed):
+        raise CheckpointError("two tensors of one checkpoint file have the same name.")
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGN_NBYTES)
+    if len(text) > _MAX_HEADER_NBYTES:
+        raise CheckpointError(
+            f"{len(placed):,} tensors in one file: its header would have {len(text):,} bytes, more "
+            "than the safetensors format allows. Save with more ranks, or larger units."
+        )
+    head = len(text).to_bytes(8, "little") + text
+    return head, [TensorEntry(e.key, e.dtype, e.shape, e.offset + len(head)) for e in placed]
+
+
+def read_entries(file: BlockFile) -> dict[str, TensorEntry]:
+    """The tensors of a file by key.
+
+    Raises:
+        CheckpointError: the file is not a valid safetensors file.
+    """
+    try:
+        head = bytearray(8)
+        file.read(0, memoryview(head))
+        length = int.from_bytes(head, "little")
+        if length > min(_MAX_HEADER_NBYTES, file.nbytes - 8):
+            raise ValueError(f"its header would have {length:,} bytes")
+        text = bytearray(length)
+        file.read(8, memoryview(text))
+        table = json.loads(bytes(text))
+        table.pop("__metadata__", None)
+        found = {key: _entry(key, row, 8 + length) for key, row in table.items()}
+        at = 8 + length
+        for entry in sorted(found.values(), key=lambda e: (e.offset, e.nbytes)):
+            if entry.offset != at:
+                raise ValueError(f"tensors have a gap or overlap at byte {min(at, entry.offset):,}")
+            at += entry.nbytes
+        if at != file.nbytes:
+            raise ValueError(f"its tensors end at byte {at:,}")
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
+        raise CheckpointError(
+            f"{file.path} is not a safetensors file of {file.nbytes:,} bytes: {str(error)[:200]}."
+        ) from error
+    return found
+
+
+def _entry(key: str, row: Mapping[str, object], begin: int) -> TensorEntry:
+    dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+    name = repr(key[:80])
+    if not isinstance(shape, list) or not isinstance(offsets, list) or not isinstance(dtype, str):
+        raise ValueError(f"{name} is not described")
+    low, high = offsets
+    if len(shape) > 64 or not all(type(n) is int and 0 <= n <= 2**53 for n in (*shape, low, high)):
+        raise ValueError(f"{name} has an invalid shape or offset")
+    if prod(max(1, n) for n in shape) > 2**53:  # torch multiplies the others even if one is 0
+        raise ValueError(f"{name} is too large")
+    if dtype not in ITEMSIZE or dtype == "C128" or prod(shape) * ITEMSIZE[dtype] != high - low:
+        raise ValueError(f"{name} of {dtype[:20]} {shape} does not have {high - low} bytes")
+    return TensorEntry(key, cast("Dtype", dtype), tuple(shape), begin + low)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.manifest import SavedParameter
+from zeroshard.checkpoint.manifest import DTYPES, SavedParameter
 from zeroshard.checkpoint.reader import Source
-from zeroshard.checkpoint.safetensors_file import DTYPES
 
 PIECE_NUMEL = 1 << 20
 

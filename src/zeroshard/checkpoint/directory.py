@@ -1,4 +1,4 @@
-"""Lists, names, commits and prunes the checkpoints of a directory.
+"""Lists, names, opens, commits and prunes the checkpoints of a directory.
 
 A save writes into ``.TAG.saving-NONCE``, which readers ignore. When everything is on disk it is renamed
 to ``TAG``, and then ``latest`` is replaced. If ``TAG`` exists already, it is first renamed to
@@ -21,8 +21,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Final
 
+from zeroshard.checkpoint.deepspeed.files import is_deepspeed
+from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest
-from zeroshard.checkpoint.reader import CheckpointReader, read_manifest, read_small
+from zeroshard.checkpoint.reader import CheckpointReader, Source, read_manifest, read_small
 from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError, UsageError
 
@@ -131,6 +133,18 @@ def resolve(directory: str | Path, tag: object = None) -> Path:
         hint = f"There are {', '.join(others[-5:])}." if others else "There is no other checkpoint."
         raise CheckpointError(f"{path} does not exist. {hint}")
     return path
+
+
+def open_checkpoint(directory: str | Path, tag: object = None) -> Source:
+    """Open a checkpoint of ZeroShard or of DeepSpeed. ``tag=None``: the latest.
+
+    Raises:
+        CheckpointError: there is none, or it is not complete.
+    """
+    path = resolve(directory, tag)
+    if not (path / MANIFEST).exists() and is_deepspeed(path):
+        return DeepSpeedReader(path)
+    return CheckpointReader(path)
 
 
 def restore_replaced(directory: Path, tag: str) -> None:

@@ -1,4 +1,4 @@
-"""Writes weights as files that Hugging Face libraries load, and verifies them.
+"""Writes weights as files that other libraries load: those of safetensors, verified, and those of torch.
 
 Tensors are written one after the other, in pieces, at places that are known from the start. Files have
 temporary names until the safetensors library has read every tensor back and its checksum equals that of
@@ -29,14 +29,10 @@ from zeroshard.checkpoint.export_plan import (
     Weight,
     file_layout,
     index_of,
-    parse_dtype,
     parse_size,
     plan_shards,
-    written_dtype,
 )
-from zeroshard.checkpoint.manifest import MANIFEST, VALUE
-from zeroshard.checkpoint.reader import Source
-from zeroshard.checkpoint.safetensors_file import DTYPES, dtype_name
+from zeroshard.checkpoint.manifest import MANIFEST, dtype_name
 from zeroshard.core.files import free_nbytes, reason
 from zeroshard.errors import CheckpointError
 from zeroshard.memory.direct_io import allocate
@@ -390,80 +386,44 @@ def _readable_parts(weights: Sequence[Weight]) -> Iterator[list[tuple[Weight, sl
         yield batch
 
 
-# ---------------------------------------------------------------------- from a checkpoint
+# ---------------------------------------------------------------------- files of torch.save
 
 
-def chosen_parameters(source: Source, *, exclude_frozen_parameters: bool = False) -> list[str]:
-    """The names of the parameters that an export takes, in the checkpoint's order.
-
-    Raises:
-        CheckpointError: the values of some were not saved.
-    """
-    chosen = [
-        name
-        for name, parameter in source.parameters.items()
-        if parameter.trained or not exclude_frozen_parameters
-    ]
-    missing = [name for name in chosen if VALUE not in source.parameters[name].tensors]
-    if missing:
-        raise CheckpointError(
-            f"{source.path} was saved without the values of {len(missing)} frozen parameters "
-            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). Export the others "
-            "with exclude_frozen_parameters, or save a checkpoint that contains them."
-        )
-    return chosen
-
-
-def saved_pieces(source: Source, fqn: str) -> Iterator[Tensor]:
-    """The value of a saved parameter in flat pieces. Each piece is overwritten by the next."""
-    parameter = source.parameters[fqn]
-    dtype = DTYPES[parameter.tensors[VALUE].dtype]
-    buffer = torch.empty(min(parameter.numel, PIECE_NBYTES // dtype.itemsize), dtype=dtype)
-    for begin in range(0, parameter.numel, max(1, len(buffer))):
-        piece = buffer[: parameter.numel - begin]
-        source.fill(fqn, VALUE, begin, piece)
-        yield piece
-
-
-def export_checkpoint(
-    source: Source,
+def write_bins(
+    shards: Sequence[Shard],
     directory: str | Path,
     *,
-    dtype: str | torch.dtype | None = None,
-    max_shard_size: int | str | None = MAX_SHARD_SIZE,
-    exclude_frozen_parameters: bool = False,
-    filename: str = SAFETENSORS,
-    progress: Progress = lambda _done, _total: None,
+    filename: str,
+    read: Callable[[str], Tensor],
 ) -> list[Path]:
-    """Write the parameters and persistent buffers of a checkpoint for Hugging Face libraries.
+    """Write files with ``torch.save`` that ``weights_only=True`` can load. Returns their paths.
 
-    ``dtype``: of the parameters; None: the dtype in which they were saved (masters are fp32). Buffers
-    keep their dtype. Tied weights are written once, under the name that the model lists first.
-    ``max_shard_size``: bytes of one file, or a text like ``"5GB"``. Returns the paths of the verified
-    files.
+    ``read(name)`` returns a weight ``[*shape]`` in host memory. One file at a time is in memory. Files
+    get their names when all are complete.
 
     Raises:
-        CheckpointError: values are missing or cannot be converted, or files cannot be written or
-            verified.
-        UsageError: ``dtype`` or ``max_shard_size`` is not understood.
+        CheckpointError: a file cannot be written.
     """
-    wanted = parse_dtype(dtype)
-    names = chosen_parameters(source, exclude_frozen_parameters=exclude_frozen_parameters)
-    buffers = source.buffers(0)
-    weights = [
-        Weight(
-            name,
-            written_dtype(DTYPES[source.parameters[name].tensors[VALUE].dtype], wanted),
-            source.parameters[name].shape,
-        )
-        for name in names
-    ]
-    weights += [Weight(name, b.dtype, tuple(b.shape)) for name, b in buffers.items()]
-    with Exporter(
-        weights, directory, filename=filename, max_shard_size=max_shard_size, progress=progress
-    ) as exporter:
-        for name in names:
-            exporter.put(name, saved_pieces(source, name))
-        for name, buffer in buffers.items():
-            exporter.put(name, pieces_of(buffer))
-        return exporter.finish()
+    directory = Path(directory)
+    hold = prepare(directory, filename, sum(shard.weights_nbytes for shard in shards))
+    parts = [directory / (shard.file + PART) for shard in shards]
+    try:
+        for shard, part in zip(shards, parts, strict=True):
+            _save(part, {weight.name: read(weight.name) for weight in shard.weights})
+        return put_in_place(directory, filename, shards)
+    finally:
+        for part in parts:
+            with suppress(OSError):  # left by a failure that was raised already
+                part.unlink(missing_ok=True)
+        hold.close()
+
+
+def _save(path: Path, state: dict[str, Tensor]) -> None:
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # torch's writer turns an OSError into a RuntimeError
+        text = reason(error) if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"{path} cannot be written: {text}.") from error

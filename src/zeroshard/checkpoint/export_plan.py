@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.safetensors_file import ALIGN_NBYTES, dtype_name
+from zeroshard.checkpoint.blocks import ALIGN_NBYTES
+from zeroshard.checkpoint.manifest import dtype_name
 from zeroshard.errors import CheckpointError, UsageError
 
 SAFETENSORS = "model.safetensors"

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.boxes import Box, Strip, positions, strides
-from zeroshard.checkpoint.manifest import VALUE
-from zeroshard.checkpoint.safetensors_file import dtype_name
+from zeroshard.checkpoint.manifest import VALUE, dtype_name
 from zeroshard.core.layout import Slot
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment

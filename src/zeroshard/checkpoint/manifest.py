@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zeroshard.checkpoint.boxes import Box, grid_problem, whole
@@ -33,22 +34,48 @@ MAX_NBYTES = 1 << 30  # of the manifest itself
 _RESERVED = {"buffer", "tree", "pad"}  # prefixes of the keys of other entries
 _FILE = re.compile(r"(?:\.\./frozen-[0-9a-f]{16}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.safetensors")
 
-ITEMSIZE = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
-    "C128": 16,
-}  # fmt: skip
-"""Bytes of one element, by safetensors' names of dtypes. It has no C128: see ``stored_as``."""
-
 Dtype = Literal[
     "BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "U16", "F16", "BF16",
     "I32", "U32", "F32", "I64", "U64", "F64", "C64",
     "C128",
 ]  # fmt: skip
-_LARGEST = {
-    "F8_E4M3": 448.0, "F8_E5M2": 57344.0, "F16": 65504.0, "BF16": 3.3895313892515355e38,
-    "F32": 3.4028234663852886e38, "F64": 1.7976931348623157e308,
+DTYPES: dict[Dtype, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "C128": torch.complex128,
 }  # fmt: skip
+"""torch's dtypes by their names in manifests, which are those of safetensors.
+
+safetensors has no C128: see :func:`stored_as`.
+"""
+ITEMSIZE: Mapping[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+"""Bytes of one element, by name of the dtype."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype, *, where: str) -> Dtype:
+    """The name of a dtype in files. ``where``: what has it, for the message.
+
+    Raises:
+        CheckpointError: files cannot hold this dtype.
+    """
+    if dtype not in _NAMES:
+        raise CheckpointError(
+            f"{where} has dtype {dtype}, which the safetensors format does not support."
+        )
+    return _NAMES[dtype]
+
+
+def stored_as(dtype: Dtype, shape: tuple[int, ...]) -> tuple[Dtype, tuple[int, ...]]:
+    """The dtype and shape of a tensor in a file: safetensors has no complex128, but pairs of F64.
+
+    >>> stored_as("C128", (3,))
+    ('F64', (3, 2))
+    """
+    return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, shape)
+
 
 Natural = Annotated[int, Field(ge=0, le=MAX_NUMEL)]
 Shape = Annotated[tuple[Natural, ...], Field(max_length=64)]
@@ -406,14 +433,14 @@ def _extent(shape: Sequence[int]) -> int:
     return prod(max(1, extent) for extent in shape)
 
 
-def _fits(kind: str, number: float | int | bool) -> bool:
+def _fits(kind: Dtype | Literal["number"], number: float | int | bool) -> bool:
     """Whether a 0-dim tensor of this dtype, or a Python number, can be made from ``number``."""
     if isinstance(number, bool) or kind == "BOOL":
         return isinstance(number, bool) and kind in ("BOOL", "number")
-    if kind in _LARGEST:
-        return abs(number) <= _LARGEST[kind]
+    if kind != "number" and DTYPES[kind].is_floating_point:
+        return abs(number) <= torch.finfo(DTYPES[kind]).max
     if kind == "number" and isinstance(number, float):
         return True
-    bits = 8 * ITEMSIZE.get(kind, 8)
+    bits = 64 if kind == "number" else 8 * ITEMSIZE[kind]
     low, high = (0, 2**bits) if kind.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1))
     return isinstance(number, int) and not kind.startswith("C") and low <= number < high

@@ -19,9 +19,16 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import boxes, json_state
-from zeroshard.checkpoint.blocks import BlockFile, bytes_of, reading_threads
+from zeroshard.checkpoint.blocks import (
+    BlockFile,
+    TensorEntry,
+    bytes_of,
+    read_entries,
+    reading_threads,
+)
 from zeroshard.checkpoint.boxes import Box, Grid, whole
 from zeroshard.checkpoint.manifest import (
+    DTYPES,
     MANIFEST,
     MAX_NBYTES,
     VALUE,
@@ -32,9 +39,9 @@ from zeroshard.checkpoint.manifest import (
     buffer_key,
     fragment_key,
     parse,
+    stored_as,
     tree_key,
 )
-from zeroshard.checkpoint.safetensors_file import DTYPES, TensorEntry, read_entries, stored_as
 from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError
 

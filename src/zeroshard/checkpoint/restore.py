@@ -24,9 +24,15 @@ from zeroshard.checkpoint.local_state import (
     slot_of,
     total_digests,
 )
-from zeroshard.checkpoint.manifest import VALUE, Dtype, Manifest, SavedParameter, SavedTensor
+from zeroshard.checkpoint.manifest import (
+    DTYPES,
+    VALUE,
+    Dtype,
+    Manifest,
+    SavedParameter,
+    SavedTensor,
+)
 from zeroshard.checkpoint.reader import Source
-from zeroshard.checkpoint.safetensors_file import DTYPES
 from zeroshard.core.layout import Slot
 from zeroshard.errors import CheckpointError
 from zeroshard.zero.optimizer import ShardedOptimizer

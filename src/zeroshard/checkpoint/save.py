@@ -63,13 +63,7 @@ from torch import Tensor
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint.blocks import BLOCK_NBYTES, BlockWriter, bytes_of
 from zeroshard.checkpoint.local_state import LocalState, digest_part
-from zeroshard.checkpoint.manifest import (
-    MANIFEST,
-    Dtype,
-    Manifest,
-    parse,
-)
-from zeroshard.checkpoint.safetensors_file import dtype_name
+from zeroshard.checkpoint.manifest import MANIFEST, Dtype, Manifest, dtype_name, parse
 from zeroshard.checkpoint.save_decisions import (
     CheckpointMetadata,
     Options,
@@ -93,13 +87,7 @@ from zeroshard.checkpoint.save_layout import (
     rows_of,
     values_of,
 )
-from zeroshard.comm.agreement import (
-    Attempt,
-    ControlGroup,
-    attempt,
-    error_text,
-    run_on_all_ranks,
-)
+from zeroshard.comm.agreement import Attempt, ControlGroup, attempt, error_text, run_on_all_ranks
 from zeroshard.core.files import free_nbytes
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import CheckpointError, DistributedError

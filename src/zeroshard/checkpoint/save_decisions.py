@@ -28,8 +28,8 @@ from zeroshard.checkpoint.manifest import (
     SavedFragment,
     SavedParameter,
     SavedTensor,
+    dtype_name,
 )
-from zeroshard.checkpoint.safetensors_file import dtype_name
 from zeroshard.comm.agreement import raise_joined
 from zeroshard.errors import CheckpointError
 

@@ -10,17 +10,18 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroshard.checkpoint.blocks import BLOCK_NBYTES, bytes_of, write_buffers
+from zeroshard.checkpoint.blocks import BLOCK_NBYTES, TensorEntry, bytes_of, lay_out, write_buffers
 from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.local_state import LocalState
 from zeroshard.checkpoint.manifest import (
     Dtype,
     Manifest,
     buffer_key,
+    dtype_name,
     fragment_key,
+    stored_as,
     tree_key,
 )
-from zeroshard.checkpoint.safetensors_file import TensorEntry, dtype_name, lay_out, stored_as
 from zeroshard.checkpoint.save_decisions import (
     SHARED_FILE,
     CheckpointMetadata,
@@ -29,10 +30,7 @@ from zeroshard.checkpoint.save_decisions import (
     SaveDecision,
     first_frozen_plan,
 )
-from zeroshard.comm.agreement import (
-    Attempt,
-    ControlGroup,
-)
+from zeroshard.comm.agreement import Attempt, ControlGroup
 from zeroshard.device.pinned import host_bytes
 from zeroshard.zero.unit import Unit
 

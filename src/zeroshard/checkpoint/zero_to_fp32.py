@@ -1,6 +1,7 @@
-"""DeepSpeed's ``zero_to_fp32``: writes full fp32 weights from a checkpoint, in one process without a GPU.
+"""Writes full weights from a checkpoint, in one process without a GPU.
 
-It has DeepSpeed's names, arguments and command line, for every checkpoint that this library reads.
+:func:`export_checkpoint` does it for Hugging Face libraries. The others have the names, arguments and
+command line of DeepSpeed's ``zero_to_fp32``, for every checkpoint that this library reads.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,25 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.bin_files import write_bins
+from zeroshard.checkpoint.directory import open_checkpoint
 from zeroshard.checkpoint.export import (
-    chosen_parameters,
+    PIECE_NBYTES,
+    Exporter,
+    Progress,
     converted,
-    export_checkpoint,
-    saved_pieces,
+    pieces_of,
+    write_bins,
 )
 from zeroshard.checkpoint.export_plan import (
     MAX_SHARD_SIZE,
+    SAFETENSORS,
     Weight,
+    parse_dtype,
     parse_size,
     plan_shards,
     written_dtype,
 )
-from zeroshard.checkpoint.manifest import VALUE
-from zeroshard.checkpoint.open_checkpoint import open_checkpoint
+from zeroshard.checkpoint.manifest import DTYPES, VALUE
 from zeroshard.checkpoint.reader import Source
-from zeroshard.checkpoint.safetensors_file import DTYPES
-from zeroshard.errors import ZeroShardError
+from zeroshard.errors import CheckpointError, ZeroShardError
 
 logger = logging.getLogger("zeroshard")
 
@@ -52,6 +55,85 @@ from zeroshard.checkpoint.zero_to_fp32 import main
 sys.exit(main())
 '''
 """The script that a save writes next to ``latest``, under the name that programs call."""
+
+
+def chosen_parameters(source: Source, *, exclude_frozen_parameters: bool = False) -> list[str]:
+    """The names of the parameters that an export takes, in the checkpoint's order.
+
+    Raises:
+        CheckpointError: the values of some were not saved.
+    """
+    chosen = [
+        name
+        for name, parameter in source.parameters.items()
+        if parameter.trained or not exclude_frozen_parameters
+    ]
+    missing = [name for name in chosen if VALUE not in source.parameters[name].tensors]
+    if missing:
+        raise CheckpointError(
+            f"{source.path} was saved without the values of {len(missing)} frozen parameters "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). Export the others "
+            "with exclude_frozen_parameters, or save a checkpoint that contains them."
+        )
+    return chosen
+
+
+def saved_pieces(source: Source, fqn: str) -> Iterator[Tensor]:
+    """The value of a saved parameter in flat pieces. Each piece is overwritten by the next."""
+    parameter = source.parameters[fqn]
+    dtype = DTYPES[parameter.tensors[VALUE].dtype]
+    buffer = torch.empty(min(parameter.numel, PIECE_NBYTES // dtype.itemsize), dtype=dtype)
+    for begin in range(0, parameter.numel, max(1, len(buffer))):
+        piece = buffer[: parameter.numel - begin]
+        source.fill(fqn, VALUE, begin, piece)
+        yield piece
+
+
+def export_checkpoint(
+    source: Source,
+    directory: str | Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str | None = MAX_SHARD_SIZE,
+    exclude_frozen_parameters: bool = False,
+    filename: str = SAFETENSORS,
+    progress: Progress = lambda _done, _total: None,
+) -> list[Path]:
+    """Write the parameters and persistent buffers of a checkpoint for Hugging Face libraries.
+
+    ``dtype``: of the parameters; None: the dtype in which they were saved (masters are fp32). Buffers
+    keep their dtype. Tied weights are written once, under the name that the model lists first.
+    ``max_shard_size``: bytes of one file, or a text like ``"5GB"``. Returns the paths of the verified
+    files.
+
+    Raises:
+        CheckpointError: values are missing or cannot be converted, or files cannot be written or
+            verified.
+        UsageError: ``dtype`` or ``max_shard_size`` is not understood.
+    """
+    wanted = parse_dtype(dtype)
+    names = chosen_parameters(source, exclude_frozen_parameters=exclude_frozen_parameters)
+    buffers = source.buffers(0)
+    weights = [
+        Weight(
+            name,
+            written_dtype(DTYPES[source.parameters[name].tensors[VALUE].dtype], wanted),
+            source.parameters[name].shape,
+        )
+        for name in names
+    ]
+    weights += [Weight(name, b.dtype, tuple(b.shape)) for name, b in buffers.items()]
+    with Exporter(
+        weights, directory, filename=filename, max_shard_size=max_shard_size, progress=progress
+    ) as exporter:
+        for name in names:
+            exporter.put(name, saved_pieces(source, name))
+        for name, buffer in buffers.items():
+            exporter.put(name, pieces_of(buffer))
+        return exporter.finish()
+
+
+# ---------------------------------------------------------------------- DeepSpeed's functions
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ def export_command(
 
     Configuration and tokenizer are copied if they lie beside the checkpoint, as with the Trainer.
     """
-    from zeroshard.checkpoint.export import export_checkpoint
+    from zeroshard.checkpoint.zero_to_fp32 import export_checkpoint
 
     with errors_told():
         if not overwrite:
@@ -362,7 +362,7 @@ def _shared_facts(source: Source) -> dict[str, Any]:
 
 def problems_of(path: Path) -> list[str]:
     """What is wrong with the checkpoint at ``path``. Reads all of its bytes."""
-    from zeroshard.checkpoint.open_checkpoint import open_checkpoint
+    from zeroshard.checkpoint.directory import open_checkpoint
     from zeroshard.checkpoint.reader import CheckpointReader
 
     try:
@@ -410,7 +410,7 @@ def _path(directory: Path, tag: str | None) -> Path:
 
 
 def _open(directory: Path, tag: str | None) -> Source:
-    from zeroshard.checkpoint.open_checkpoint import open_checkpoint
+    from zeroshard.checkpoint.directory import open_checkpoint
 
     path = _path(directory, tag)
     return open_checkpoint(path.parent, path.name)

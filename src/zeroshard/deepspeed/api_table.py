@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import product
 from typing import Literal
 
 from zeroshard.deepspeed.api_rows import HERE, TO_FP32, WORKING
@@ -243,8 +244,8 @@ _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which obj
 
 
 def _rows() -> Iterator[Name]:
-    for module, home, words in WORKING:
-        for word in words.split():
+    for modules, home, words in WORKING:
+        for module, word in product(modules.split(","), words.split()):
             theirs, _, ours = word.partition("=")
             path = _below(module, theirs)
             verdict: Verdict = "accepted" if path in _NO_EFFECT else "works"
@@ -255,7 +256,7 @@ def _rows() -> Iterator[Name]:
     for verdict, module, words, why in _STUBS:
         for word in words.split():
             path = _below(module, word)
-            yield Name(path, verdict, f"{HERE}stubs:{path.replace('.', '/')}", why)
+            yield Name(path, verdict, f"{HERE}symbols:{path.replace('.', '/')}", why)
     for verdict, path, why in _ABSENT:
         yield Name(path, verdict, "", why)
 

@@ -13,13 +13,13 @@ from torch import nn
 import zeroshard
 from zeroshard.comm.mesh_objects import mesh_from_model
 from zeroshard.deepspeed import api_table, conflicts
+from zeroshard.deepspeed.distributed import check_consumers
 from zeroshard.deepspeed.engine import DeepSpeedEngine
 from zeroshard.deepspeed.install import disagreement
 from zeroshard.deepspeed.logs import log_dist, log_dist_once, logger
 from zeroshard.deepspeed.optimizer import ForwardingOptimizer
 from zeroshard.deepspeed.pipeline_engine import PipelineEngine
 from zeroshard.deepspeed.pipeline_module import PipelineModule
-from zeroshard.deepspeed.version_check import check_consumers
 from zeroshard.engine.initialize import initialize as _initialize
 from zeroshard.errors import ConfigError, UsageError
 

@@ -240,59 +240,24 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _asking_for_experts(getter: Callable[[MeshGroups, str], Any]) -> Callable[..., Any]:
-    """A function that asks the mesh in use for the ranks of a group of DeepSpeed, ``ep_size_N``."""
+def _asking(getter: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that asks the mesh in use. DeepSpeed's functions have more arguments, without effect.
+
+    Only the getters for experts take an argument, ``ep_size_N``: the name of a group of DeepSpeed.
+    """
+    takes_name = "expert" in getter.__name__
 
     def answer(group_name: str = "", *_: Any, **__: Any) -> Any:
-        return getter(current(), group_name)
+        return getter(current(), group_name) if takes_name else getter(current())
 
     answer.__doc__ = getter.__doc__
     return answer
 
 
-def _asking(getter: Callable[[MeshGroups], Any]) -> Callable[..., Any]:
-    """A function that asks the mesh in use. DeepSpeed's functions have arguments that change nothing."""
-
-    def answer(*_: Any, **__: Any) -> Any:
-        return getter(current())
-
-    answer.__doc__ = getter.__doc__
-    return answer
-
-
-_get_data_parallel_group = _asking(MeshGroups.get_data_parallel_group)
-_get_data_parallel_world_size = _asking(MeshGroups.get_data_parallel_world_size)
-_get_data_parallel_rank = _asking(MeshGroups.get_data_parallel_rank)
-_get_sequence_data_parallel_group = _asking(MeshGroups.get_sequence_data_parallel_group)
-_get_sequence_data_parallel_world_size = _asking(MeshGroups.get_sequence_data_parallel_world_size)
-_get_sequence_data_parallel_rank = _asking(MeshGroups.get_sequence_data_parallel_rank)
-_get_expert_data_parallel_group = _asking_for_experts(MeshGroups.get_expert_data_parallel_group)
-_get_expert_data_parallel_world_size = _asking_for_experts(
-    MeshGroups.get_expert_data_parallel_world_size
-)
-_get_expert_data_parallel_rank = _asking_for_experts(MeshGroups.get_expert_data_parallel_rank)
-_get_model_parallel_group = _asking(MeshGroups.get_model_parallel_group)
-_get_model_parallel_world_size = _asking(MeshGroups.get_model_parallel_world_size)
-_get_model_parallel_rank = _asking(MeshGroups.get_model_parallel_rank)
-_get_tensor_model_parallel_group = _asking(MeshGroups.get_tensor_model_parallel_group)
-_get_tensor_model_parallel_world_size = _asking(MeshGroups.get_tensor_model_parallel_world_size)
-_get_tensor_model_parallel_rank = _asking(MeshGroups.get_tensor_model_parallel_rank)
-_get_sequence_parallel_group = _asking(MeshGroups.get_sequence_parallel_group)
-_get_sequence_parallel_world_size = _asking(MeshGroups.get_sequence_parallel_world_size)
-_get_sequence_parallel_rank = _asking(MeshGroups.get_sequence_parallel_rank)
-_get_expert_parallel_group = _asking_for_experts(MeshGroups.get_expert_parallel_group)
-_get_expert_parallel_world_size = _asking_for_experts(MeshGroups.get_expert_parallel_world_size)
-_get_expert_parallel_rank = _asking_for_experts(MeshGroups.get_expert_parallel_rank)
-
-get_data_parallel_group = _get_data_parallel_group
-get_data_parallel_world_size = _get_data_parallel_world_size
-get_data_parallel_rank = _get_data_parallel_rank
-get_model_parallel_group = _get_model_parallel_group
-get_model_parallel_world_size = _get_model_parallel_world_size
-get_model_parallel_rank = _get_model_parallel_rank
-get_tensor_model_parallel_group = _get_tensor_model_parallel_group
-get_tensor_model_parallel_world_size = _get_tensor_model_parallel_world_size
-get_tensor_model_parallel_rank = _get_tensor_model_parallel_rank
+for _name in [name for name in vars(MeshGroups) if name.startswith("get_")]:
+    globals()[f"_{_name}"] = _asking(getattr(MeshGroups, _name))
+    if _name.startswith(("get_data_", "get_model_", "get_tensor_")):
+        globals()[_name] = globals()[f"_{_name}"]
 
 
 def _get_broadcast_src_rank(*_: Any, **__: Any) -> int:

@@ -1,4 +1,4 @@
-"""The optimizer that ``deepspeed.initialize`` returns.
+"""The optimizer that ``deepspeed.initialize`` returns, and the hooks that programs remove through it.
 
 It is a view of the engine, under the names that programs and libraries expect of an optimizer.
 Arithmetic, groups and state are those of the inner ``torch.optim`` object.
@@ -7,16 +7,14 @@ Arithmetic, groups and state are those of the inner ``torch.optim`` object.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.deepspeed import api_table
-
-if TYPE_CHECKING:
-    from zeroshard.deepspeed.getters import ForwardingEngine
-    from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
+from zeroshard.engine.engine import Engine
+from zeroshard.errors import UsageError
 
 
 class DeepSpeedOptimizer:
@@ -33,7 +31,7 @@ class ForwardingOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     ``optimizer`` is the inner one. ``step``, ``backward`` and ``zero_grad`` call the engine.
     """
 
-    def __init__(self, engine: ForwardingEngine, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, engine: Engine, inner: torch.optim.Optimizer) -> None:
         # torch's constructor would copy the groups, which must stay those of the inner optimizer.
         self._engine = engine
         self.optimizer = inner
@@ -107,7 +105,7 @@ class ForwardingOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     @property
     def dp_process_group(self) -> Any:
         """The group of ranks over which the state is sharded."""
-        engine: Any = self._engine  # a getter of GETTERS
+        engine: Any = self._engine  # a property of DeepSpeedEngine
         return engine.data_parallel_group
 
     @property
@@ -178,7 +176,7 @@ class ForwardingOptimizer(ZeROOptimizer, torch.optim.Optimizer):
 class _Scaler:
     """The loss scaler of an engine. ``cur_scale`` and ``loss_scale`` are numbers."""
 
-    def __init__(self, engine: ForwardingEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._scaler = engine.scaler
 
     @property
@@ -219,7 +217,7 @@ class FP16_UnfusedOptimizer(ForwardingOptimizer):
     """Never made: there is one implementation of fp16."""
 
 
-def optimizer_of(engine: ForwardingEngine) -> ForwardingOptimizer | None:
+def optimizer_of(engine: Engine) -> ForwardingOptimizer | None:
     """The engine's optimizer, as the class that programs expect; None if the engine has none."""
     inner = engine.basic_optimizer
     if inner is None:
@@ -243,3 +241,58 @@ class LossScaler(LossScalerBase):
 
 class DynamicLossScaler(LossScalerBase):
     """A scale that follows overflows."""
+
+
+# ---------------------------------------------------------------------- hooks
+
+
+class DeepSpeedZeRoOffload:
+    """The hooks of an engine at stage 3.
+
+    ``module``: the model. ``forward_hooks`` and ``backward_hooks``: handles of the hooks on modules and
+    on parameters; ``remove()`` of a handle removes the hook.
+
+    Programs that generate at stage 3 first make all parameters whole (``GatheredParameters``), and then
+    remove the hooks, so that each rank can call the model independently. Without its hooks an engine
+    gathers and reduces nothing by itself: running a sharded module raises an error that says so, and
+    ``step()`` finds no gradient.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.module: nn.Module = engine.module
+        self.module.ds_external_parameters = _no_parameters  # type: ignore[assignment]
+        self.param_coordinator = _Order()
+        self._read_handles()
+
+    def _read_handles(self) -> None:
+        hooks = self._engine._hooks
+        self.forward_hooks, self.backward_hooks = list(hooks.on_modules), list(hooks.on_params)
+
+    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
+        """Attach the hooks of the engine's model again.
+
+        Raises:
+            UsageError: ``module`` is not the engine's model.
+        """
+        if module is not self.module:
+            raise UsageError(
+                f"_register_deepspeed_module got a {type(module).__name__} that is not the engine's "
+                "model. Pass parameter_offload.module."
+            )
+        self._engine.life.check()
+        self._engine._hooks.attach()
+        self._read_handles()
+
+
+def _no_parameters() -> tuple[()]:
+    """Parameters that a module uses and another module owns: none need to be declared."""
+    return ()
+
+
+class _Order:
+    """Stands for DeepSpeed's trace of modules. Here a forward in another order is slower, not invalid."""
+
+    def is_invalid_trace(self) -> bool:
+        """True: there is no trace to invalidate."""
+        return True

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zeroshard.deepspeed import collectives as comm
-from zeroshard.deepspeed import import_hook, p2p
+from zeroshard.deepspeed import import_hook, topology
 from zeroshard.deepspeed import pipe_schedule as instructions
 from zeroshard.deepspeed.engine import DeepSpeedEngine
 from zeroshard.deepspeed.pipeline_module import PipelineModule
@@ -74,7 +74,7 @@ class InstructionEngine(DeepSpeedEngine):
         self._losses_of: dict[int, Any] = {}  # by buffer
         self._grads_of: dict[int, Any] = {}
         self._loaded = 0  # micro-batches that the running schedule has taken from the data
-        p2p.init_process_groups(self.grid)
+        topology.init_process_groups(self.grid)
         self._parts = StepParts(self.stage_id, self.num_stages, self._watch.pipeline, self.device)
 
     def close(self, reason: str = "") -> None:

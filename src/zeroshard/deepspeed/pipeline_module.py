@@ -20,9 +20,9 @@ from zeroshard.core.mesh_sources import BATCH_DIMS, Claim, MeshSource
 from zeroshard.deepspeed import collectives as comm
 from zeroshard.deepspeed.activations import checkpoint, non_reentrant_checkpoint
 from zeroshard.deepspeed.helpers import set_random_seed
-from zeroshard.deepspeed.layer_specs import TiedLayerSpec
 from zeroshard.deepspeed.logs import log_dist
 from zeroshard.deepspeed.pipeline_layers import (
+    TiedLayerSpec,
     built_layers,
     check_layers,
     checked_parts,

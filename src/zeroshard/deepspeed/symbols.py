@@ -1,12 +1,18 @@
-"""DeepSpeed's enums, exceptions and constants, for programs that compare with them."""
+"""DeepSpeed's enums, exceptions and constants, and placeholders for names that cannot be used.
+
+A placeholder is a class, so that ``isinstance`` works. Calling it, or a class method of it, raises
+:class:`UnsupportedError` with the reason from the table.
+"""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeroshard.checkpoint.deepspeed import reader
-from zeroshard.errors import ConfigError
+from zeroshard.deepspeed import api_table
+from zeroshard.deepspeed.api_rows import CHECKPOINT_KEYS, CONFIG_KEYS, SCHEDULE_KEYS
+from zeroshard.errors import ConfigError, UnsupportedError
 
 DeepSpeedConfigError = ConfigError
 ZeroStageEnum = reader.ZeroStageEnum
@@ -58,51 +64,60 @@ class fragment_address(NamedTuple):
     start: int
 
 
-TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+# ---------------------------------------------------------------------- constants
 
-ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict", "encode"
-TRAIN_BATCH_SIZE = "train_batch_size"
-TRAIN_MICRO_BATCH_SIZE_PER_GPU = "train_micro_batch_size_per_gpu"
-GRADIENT_ACCUMULATION_STEPS = "gradient_accumulation_steps"
-GRADIENT_CLIPPING = "gradient_clipping"
-OPTIMIZER, SCHEDULER = "optimizer", "scheduler"
-FP16, BFLOAT16 = "fp16", "bf16"
-
-ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
-LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
-MUADAM_OPTIMIZER, MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER = "muadam", "muadamw", "musgd"
 DEEPSPEED_OPTIMIZERS = [
-    *(ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, MUADAM_OPTIMIZER),
-    *(MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER),
+    *("adagrad", "adam", "adamw", "lamb", "muadam", "muadamw", "musgd", "lion", "muon")
 ]
+_KEYS = f"{CONFIG_KEYS} {SCHEDULE_KEYS} {CHECKPOINT_KEYS}".split()
+globals().update(
+    {name: name.lower() for name in _KEYS},
+    **{f"{name.upper()}_OPTIMIZER": name for name in DEEPSPEED_OPTIMIZERS},
+    **{f"ROUTE_{route.upper()}": route for route in ("train", "eval", "predict", "encode")},
+    TORCH_DISTRIBUTED_DEFAULT_PORT=29500,
+    BFLOAT16="bf16",
+    LR_RANGE_TEST="LRRangeTest",
+    ONE_CYCLE="OneCycle",
+    WARMUP_LR="WarmupLR",
+    WARMUP_DECAY_LR="WarmupDecayLR",
+    WARMUP_COSINE_LR="WarmupCosineLR",
+    WARMUP_LOG_RATE="log",
+    WARMUP_LINEAR_RATE="linear",
+    FP32_WEIGHT_KEY="fp32",
+    MODEL_FILE_PREFIX="mp_rank_",
+    ZERO_FILE_PREFIX="zero_pp_rank_",
+    BF16_ZERO_FILE_PREFIX="bf16_zero_pp_rank_",
+    FP16_ZERO_FILE_PREFIX="fp16_zero_pp_rank_",
+    LAYER_FILE_PREFIX="layer_",
+    OPTIM_FILE_SUFFIX="_optim_states.pt",
+    MODEL_FILE_SUFFIX="_model_states.pt",
+    CHECKPOINT_PARALLEL_DIMS="checkpoint_parallel_dimensions",
+    CHECKPOINT_PP_DEGREE="pp_degree",
+    CHECKPOINT_TP_DEGREE="tp_degree",
+    UNIVERSAL_CHECKPOINT_VERSION_KEY="universal_checkpoint_version",
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE=0.4,
+)
+"""Each constant is an attribute of this module. Most keys are their names in small letters."""
 
-LR_SCHEDULE = "lr_schedule"
-LR_RANGE_TEST = "LRRangeTest"
-ONE_CYCLE = "OneCycle"
-WARMUP_LR = "WarmupLR"
-WARMUP_DECAY_LR = "WarmupDecayLR"
-WARMUP_COSINE_LR = "WarmupCosineLR"
-LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
-LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
-LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
-LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
-CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
-CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
-CYCLE_SECOND_STEP_SIZE = "cycle_second_step_size"
-CYCLE_SECOND_STAIR_COUNT = "cycle_second_stair_count"
-DECAY_STEP_SIZE = "decay_step_size"
-CYCLE_MIN_LR = "cycle_min_lr"
-CYCLE_MAX_LR = "cycle_max_lr"
-DECAY_LR_RATE = "decay_lr_rate"
-CYCLE_MIN_MOM = "cycle_min_mom"
-CYCLE_MAX_MOM = "cycle_max_mom"
-DECAY_MOM_RATE = "decay_mom_rate"
-WARMUP_MIN_LR = "warmup_min_lr"
-WARMUP_MAX_LR = "warmup_max_lr"
-WARMUP_NUM_STEPS = "warmup_num_steps"
-WARMUP_TYPE = "warmup_type"
-WARMUP_LOG_RATE = "log"
-WARMUP_LINEAR_RATE = "linear"
-WARMUP_MIN_RATIO = "warmup_min_ratio"
-COS_MIN_RATIO = "cos_min_ratio"
-TOTAL_NUM_STEPS = "total_num_steps"
+
+# ---------------------------------------------------------------------- placeholders
+
+
+class _Stub(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(api_table.reason(cls.__qualname__))
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls  # stands for a class method: calling it raises
+
+
+def __getattr__(name: str) -> Any:
+    path = name.replace("/", ".")
+    row = api_table.find(path)
+    if row is None or row.verdict not in ("refused", "later"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = _Stub(path.rpartition(".")[2], (), {"__doc__": row.why, "__qualname__": path})
+    globals()[name] = made
+    return made

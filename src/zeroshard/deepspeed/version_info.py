@@ -67,30 +67,23 @@ class OpBuilder:
         """Nothing: there is nothing to compile."""
 
 
-def _builder(name: str) -> type[OpBuilder]:
-    word = "".join(f"_{c.lower()}" if c.isupper() else c for c in name.removesuffix("Builder"))
-    special = {"CPUAdam": "cpu_adam", "CPUAdagrad": "cpu_adagrad", "CPULion": "cpu_lion",
-               "AsyncIO": "async_io"}  # fmt: skip
-    spelt = special.get(name.removesuffix("Builder"), word.strip("_"))
-    return type(name, (OpBuilder,), {"NAME": spelt, "__doc__": f"``{spelt}``."})
-
-
-CPUAdamBuilder = _builder("CPUAdamBuilder")
-CPUAdagradBuilder = _builder("CPUAdagradBuilder")
-CPULionBuilder = _builder("CPULionBuilder")
-FusedAdamBuilder = _builder("FusedAdamBuilder")
-FusedLionBuilder = _builder("FusedLionBuilder")
-FusedLambBuilder = _builder("FusedLambBuilder")
-AsyncIOBuilder = _builder("AsyncIOBuilder")
-UtilsBuilder = _builder("UtilsBuilder")
-
-ALL_OPS: dict[str, OpBuilder] = {
-    cls.NAME: cls()
-    for cls in (
-        CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder, FusedAdamBuilder, FusedLambBuilder,
-        FusedLionBuilder, AsyncIOBuilder, UtilsBuilder,
-    )
-}  # fmt: skip
+_OPS = {
+    "CPUAdamBuilder": "cpu_adam",
+    "CPUAdagradBuilder": "cpu_adagrad",
+    "CPULionBuilder": "cpu_lion",
+    "FusedAdamBuilder": "fused_adam",
+    "FusedLambBuilder": "fused_lamb",
+    "FusedLionBuilder": "fused_lion",
+    "AsyncIOBuilder": "async_io",
+    "UtilsBuilder": "utils",
+}
+"""Class of a builder -> its ``NAME``. The classes are attributes of this module."""
+_BUILDERS: dict[str, Any] = {
+    kind: type(kind, (OpBuilder,), {"NAME": op, "__doc__": f"``{op}``.", "__module__": __name__})
+    for kind, op in _OPS.items()
+}
+globals().update(_BUILDERS)
+ALL_OPS: dict[str, OpBuilder] = {made.NAME: made() for made in _BUILDERS.values()}
 compatible_ops: dict[str, bool] = dict.fromkeys(ALL_OPS, True)
 installed_ops: dict[str, bool] = dict(compatible_ops)
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import restore, rng
+from zeroshard.checkpoint.directory import open_checkpoint
 from zeroshard.checkpoint.local_state import LocalState, global_shape, persistent_buffers
 from zeroshard.checkpoint.manifest import Manifest
-from zeroshard.checkpoint.open_checkpoint import open_checkpoint
 from zeroshard.checkpoint.reader import Source
 from zeroshard.checkpoint.remote_files import fetch_missing
 from zeroshard.comm.agreement import ControlGroup, run_on_all_ranks

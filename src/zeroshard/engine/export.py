@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.bin_files import write_bins
 from zeroshard.checkpoint.directory import check_directory
-from zeroshard.checkpoint.export import Exporter, pieces_of
+from zeroshard.checkpoint.export import Exporter, pieces_of, write_bins
 from zeroshard.checkpoint.export_plan import (
     MAX_SHARD_SIZE,
     SAFETENSORS,

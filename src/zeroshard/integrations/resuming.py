@@ -9,8 +9,7 @@ import re
 from os import PathLike
 from pathlib import Path
 
-from zeroshard.checkpoint.directory import LATEST
-from zeroshard.checkpoint.open_checkpoint import open_checkpoint
+from zeroshard.checkpoint.directory import LATEST, open_checkpoint
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.comm.connect import said_by_rank_0
 from zeroshard.errors import CheckpointError

@@ -35,7 +35,7 @@ from zeroshard.config.parse import Source, read_source
 from zeroshard.engine.engine import Engine
 from zeroshard.errors import UsageError
 from zeroshard.integrations.accelerate import Accelerator, PreparedEngine
-from zeroshard.integrations.accelerate.config import Wishes
+from zeroshard.integrations.accelerate.arguments import Wishes
 from zeroshard.integrations.resuming import newest_checkpoint
 
 __all__ = [

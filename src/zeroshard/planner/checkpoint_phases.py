@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroshard.checkpoint.blocks import edges_nbytes
 from zeroshard.checkpoint.local_state import LocalState, global_shape, is_shaped
-from zeroshard.checkpoint.manifest import VALUE, Dtype, SavedParameter, SavedTensor
+from zeroshard.checkpoint.manifest import VALUE, Dtype, SavedParameter, SavedTensor, dtype_name
 from zeroshard.checkpoint.reader import Source
 from zeroshard.checkpoint.restore import Loader
-from zeroshard.checkpoint.safetensors_file import dtype_name
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.engine import Engine
 from zeroshard.optim.state_tree import flat

@@ -31,17 +31,20 @@ from torch import Tensor
 
 from zeroshard.checkpoint import boxes
 from zeroshard.checkpoint.boxes import Box, Grid, whole
-from zeroshard.checkpoint.deepspeed.expert_files import (
+from zeroshard.checkpoint.deepspeed.files import (
+    RankFiles,
     are_odd,
     check_complete,
+    check_ranks,
+    files_of,
     is_data_first,
     is_of_expert,
     names_of_groups,
     partitions_of,
+    refuse_parallel,
     tensors_of_experts,
     without_number,
 )
-from zeroshard.checkpoint.deepspeed.files import RankFiles, check_ranks, files_of, refuse_parallel
 from zeroshard.checkpoint.deepspeed.slots import (
     Chain,
     DeepSpeedSlot,
@@ -61,8 +64,7 @@ from zeroshard.checkpoint.deepspeed.unpickle import (
     load_plain,
     unread_in,
 )
-from zeroshard.checkpoint.manifest import VALUE, SavedParameter, SavedTensor
-from zeroshard.checkpoint.safetensors_file import dtype_name
+from zeroshard.checkpoint.manifest import VALUE, SavedParameter, SavedTensor, dtype_name
 from zeroshard.errors import CheckpointError
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.deepspeed.expert_files import holders, in_layer, per_layer
+from zeroshard.checkpoint.deepspeed.files import holders, in_layer, per_layer
 from zeroshard.checkpoint.deepspeed.unpickle import check_values
 from zeroshard.errors import CheckpointError
 
@@ -221,7 +221,7 @@ def sharded_slots(
     """The slots of stages 1 to 3, and the options of the optimizer's groups.
 
     ``partitions``: into how many parts each group is cut. Of experts that ranks shared these are fewer
-    than there are ranks, and each place has a slot. ``data_first``: see :func:`.expert_files.holders`.
+    than there are ranks, and each place has a slot. ``data_first``: see :func:`.files.holders`.
     """
     master, base = _KEYS[is_cut]
     masters = [w[master] for w in wrappers]

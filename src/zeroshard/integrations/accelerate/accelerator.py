@@ -45,21 +45,19 @@ from zeroshard.config.parse import Source, read_source
 from zeroshard.engine.initialize import initialize
 from zeroshard.errors import UsageError
 from zeroshard.integrations.accelerate.arguments import (
+    Wishes,
     check_samples,
+    completed,
+    for_inference,
     has_params,
     is_new_optimizer,
     mesh_of,
     micro_batch_of,
+    mixed_precision_for,
     pairs,
     refuse_others,
     refuse_same_samples,
     refuse_schedules,
-)
-from zeroshard.integrations.accelerate.config import (
-    Wishes,
-    completed,
-    for_inference,
-    mixed_precision_for,
 )
 from zeroshard.integrations.accelerate.prepared import EngineOptimizer, PreparedEngine
 from zeroshard.integrations.accelerate.sequences import (

@@ -15,7 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import convert_to_fp32
 from torch import Tensor
 
-from zeroshard.deepspeed.getters import ForwardingEngine
+from zeroshard.deepspeed.engine import ForwardingEngine
 from zeroshard.errors import UsageError
 from zeroshard.precision.casting import cast_floats
 from zeroshard.zero.life import EngineState

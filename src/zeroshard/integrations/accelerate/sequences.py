@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
-from zeroshard.deepspeed.ulysses import UlyssesSPAttentionHF, initialize_sequence_parallel
+from zeroshard.deepspeed.parallel_init import UlyssesSPAttentionHF, initialize_sequence_parallel
 from zeroshard.errors import UsageError
 from zeroshard.sequence import DistributedAttention, SequenceLoader
 
@@ -57,7 +57,7 @@ def spread_attention(model: nn.Module, config: Any) -> None:
     the prepared loaders give them.
 
     Raises:
-        UsageError: see :class:`~zeroshard.deepspeed.ulysses.UlyssesSPAttentionHF`.
+        UsageError: see :class:`~zeroshard.deepspeed.parallel_init.UlyssesSPAttentionHF`.
     """
     if any(isinstance(module, DistributedAttention) for module in model.modules()):
         return

@@ -1,13 +1,15 @@
-"""Turns checkpoints into weights under DeepSpeed's names, with DeepSpeed's defaults.
+"""Files of checkpoints under DeepSpeed's names, with DeepSpeed's defaults.
 
-:mod:`zeroshard.checkpoint` does the reading and writing.
+:mod:`zeroshard.checkpoint` reads and writes them. Through checkpoint engines programs write their own.
 """
 
 from __future__ import annotations
 
+import abc
 import shutil
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ import torch
 
 from zeroshard.checkpoint import zero_to_fp32
 from zeroshard.checkpoint.deepspeed.reader import load_file
-from zeroshard.checkpoint.export import export_checkpoint
+from zeroshard.checkpoint.directory import open_checkpoint
 from zeroshard.checkpoint.export_plan import parse_dtype
-from zeroshard.checkpoint.open_checkpoint import open_checkpoint
+from zeroshard.checkpoint.zero_to_fp32 import export_checkpoint
 from zeroshard.deepspeed.logs import logger
 from zeroshard.errors import CheckpointError, UnsupportedError
 
@@ -59,14 +61,10 @@ def convert_zero_checkpoint_to_state_dict(
         UnsupportedError: a 16-bit dtype without ``safe_serialization``.
     """
     if parse_dtype(dtype) == torch.float32:
-        convert_zero_checkpoint_to_fp32_state_dict(
-            checkpoint_dir,
-            output_dir,
-            max_shard_size,
-            safe_serialization,
-            tag,
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
+            checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag,
             exclude_frozen_parameters,
-        )
+        )  # fmt: skip
         return
     if not safe_serialization:
         raise UnsupportedError(
@@ -89,7 +87,7 @@ def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
         FileNotFoundError: there is none.
     """
     name = "zero_pp_rank_0_mp_rank_00" if zero_stage == 3 else "mp_rank_00"
-    return _one_of(checkpoint_dir, f"{name}_model_states.pt")
+    return _files(checkpoint_dir, f"{name}_model_states.pt")[0]
 
 
 def get_optim_files(checkpoint_dir: str) -> list[str]:
@@ -136,10 +134,6 @@ def parse_optim_states(
     return stage, ranks, [s[key] for s in states], first.get("param_alignment_paddings")
 
 
-def _one_of(folder: str, name: str) -> str:
-    return _files(folder, name)[0]
-
-
 def _files(folder: str, pattern: str) -> list[str]:
     found = sorted(Path(folder).glob(pattern), key=lambda path: _by_number(path.name))
     if not found:
@@ -167,3 +161,67 @@ def copy_as_universal(args: Any) -> None:
         raise CheckpointError(f"{source} is not a directory; give a checkpoint as --input_folder.")
     shutil.copytree(source, target, dirs_exist_ok=True)
     logger.info("%s is copied to %s: it loads at any world size without conversion", source, target)
+
+
+# ---------------------------------------------------------------------- engines for files of programs
+
+
+@dataclass
+class CheckpointCommitInfo:
+    """Identifies a checkpoint."""
+
+    tag: str
+    save_dir: str
+    save_latest: bool
+
+
+class CheckpointEngine(abc.ABC):
+    """Writes and reads files. Programs derive their own classes from it."""
+
+    def __init__(self, config_params: Any = None) -> None:
+        self.name: str | None = None
+
+    @abc.abstractmethod
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """A checkpoint begins."""
+
+    @abc.abstractmethod
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file."""
+
+    @abc.abstractmethod
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read one file."""
+
+    @abc.abstractmethod
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """All files of a checkpoint are written."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a directory, and those above it."""
+        Path(path).mkdir(parents=True, exist_ok=exist_ok)
+
+
+class TorchCheckpointEngine(CheckpointEngine):
+    """``torch.save`` and ``torch.load``. Loading runs no code of the file.
+
+    Raises:
+        pickle.UnpicklingError: a file holds something other than plain data and tensors.
+    """
+
+    def __init__(self, config_params: Any = None) -> None:
+        super().__init__(config_params)
+        self.name = "TorchCheckpointEngine"
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Nothing: each file is independent."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        torch.save(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """True: each file is complete when ``save`` returns."""
+        return True
