@@ -53,12 +53,13 @@ from zeroshard.errors import in_short
 from zeroshard.experts.placement import sizes_of_buffers
 from zeroshard.memory.malloc import return_large_blocks
 from zeroshard.metrics.observe import Observer
-from zeroshard.parallel.initial_values import ValuesByName, is_meta
+from zeroshard.parallel.initial_values import ValuesByName
 from zeroshard.parallel.program_parts import connect_parts
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of, tell_if_slow
 from zeroshard.precision.loss_scaler import LossScaler, scaler_from
 from zeroshard.precision.policy import Policy
+from zeroshard.run.batch_note import told_by_launcher
 from zeroshard.session.comm_session import CommSession
 from zeroshard.session.groups import groups_of
 from zeroshard.session.join import join_ranks
@@ -137,7 +138,9 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
             groups_of(draft.mesh, tied_ranks(draft.model), draft.head_copies, draft.expert_sizes)
         ),
     )
-    tell_launcher(draft.loaded, rank=draft.rank_info.rank)
+    told = told_by_launcher()
+    if told.full_ranks is not None and draft.rank_info.is_main_rank:
+        tell_launcher(told, draft.loaded)
     try:
         if settings.registered_memory:
             from zeroshard.comm.registered import register
@@ -214,7 +217,7 @@ def _assemble(
         undo.callback(runtime.close, wait=False)
         _share_buffers(draft, watch, draw)
         scaler = scaler_from(settings, device)
-        order = ModuleOrder()
+        order = None if draft.mesh.is_flat and not draft.expert_sizes else ModuleOrder()
         update = OptimizerStep(
             runtime,
             settings,
@@ -234,7 +237,7 @@ def _assemble(
             compiles=settings.compile_blocks,
         )  # fmt: skip
         undo.callback(hooks.remove)
-        if draft.mesh.tensor > 1:
+        if order is not None and draft.mesh.tensor > 1:
             hooks.note_forwards(order.note)
             tensor_ranks = draft.mesh.group(draft.rank_info.rank, {"tensor"})
             watch.watch_layers(groups_over(model.parameters(), tensor_ranks))
@@ -255,8 +258,10 @@ def _assemble(
 def _connect_layers(draft: Draft, watch: CommSession) -> None:
     """Let layers that ranks share find each other, until the session ends. Collective."""
     connect_experts(draft, watch)
-    watch.leave.append(connect_parts(draft.model.parameters(), watch.tensor))
-    share_sequences(draft)
+    if watch.tensor is not None:
+        watch.leave.append(connect_parts(draft.model.parameters(), watch.tensor))
+    if isinstance(draft.model, PipelineModel):
+        share_sequences(draft.model, draft.mesh, draft.rank_info.rank)
 
 
 def _watch_sequences(draft: Draft, watch: CommSession) -> None:
@@ -308,7 +313,7 @@ def _first_values(draft: Draft, watch: CommSession) -> FirstValues:
     Each module draws from the seed of rank 0 and its name. So the values do not depend on the mesh, nor
     on where a pipeline is cut.
     """
-    if not any(map(is_meta, draft.model.modules())):
+    if not any(held.is_meta for held in (*draft.model.parameters(), *draft.model.buffers())):
         return lambda _name, _module: None
     own = torch.initial_seed()
     words = torch.tensor([own >> 32, own % 2**32], dtype=torch.int64, device=draft.device)
@@ -318,10 +323,10 @@ def _first_values(draft: Draft, watch: CommSession) -> FirstValues:
 
 
 def _exchange(
-    draft: Draft, watch: CommSession, runtime: ZeroRuntime, order: ModuleOrder
+    draft: Draft, watch: CommSession, runtime: ZeroRuntime, order: ModuleOrder | None
 ) -> NormExchange:
-    """How norm, overflow and flags are exchanged. Collective on a mesh."""
-    if draft.mesh.is_flat and not draft.expert_sizes:
+    """How norm, overflow and flags are exchanged. Collective on a mesh, where ``order`` is given."""
+    if order is None:
         return DataExchange(watch.world, watch.divergence)
     trained = [unit for unit in runtime.units if unit.trainable]
     slots = [

@@ -45,6 +45,7 @@ from zeroshard.offload.quantized_store import BITS, QuantizedShardStore
 from zeroshard.offload.shard_store import AllocateShard, ShardStore
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.twin import rebind
+from zeroshard.parallel.split import PipelineModel
 from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.copy_sums import CopySums
 from zeroshard.zero.grad_buckets import by_block
@@ -140,7 +141,9 @@ def build_runtime(
     offload_plan = _plan_offload(draft, watch)
     plan = _plan_bytes(draft, watch, offload_plan, many=many)
     forecast = _check_room(draft, watch, offload_plan, plan)
-    traffic = agreed_traffic(draft, watch, plan, stage)
+    traffic = PipelineTraffic("micro_batch", "micro_batch")
+    if isinstance(model, PipelineModel):
+        traffic = agreed_traffic(model, draft, watch, plan, stage)
     ledger, life = Ledger(), Life()
     stores = Stores(config, ledger, offload_plan, draft.device)
     frame = _Frame(draft, watch, offload_plan, plan, stores, ledger, life, traffic)
@@ -252,8 +255,8 @@ def _check_room(
             watch.world,
             draft.rank_info.rank,
             device,
-            states_only(plan, config, device),
-            partial(search_lines, _planned_run(draft)),
+            lambda: states_only(plan, config, device),
+            lambda room: search_lines(_planned_run(draft), room),
         )
     return forecast
 

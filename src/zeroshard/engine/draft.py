@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from zeroshard.comm.dtensors import block_of, head_copies, note_kinds
 from zeroshard.comm.env import DataCoordinate, RankInfo
 from zeroshard.config import Config, LoadedConfig, load_config
+from zeroshard.config.batch import RunBatch
 from zeroshard.core.layout import SlotBlock
 from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import memory_nbytes, own_device
-from zeroshard.engine.restarts import batch_of_run, check_can_save_in
+from zeroshard.engine.restarts import check_can_save_in
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
 from zeroshard.engine.wrapping import cut_block
 from zeroshard.errors import UsageError
@@ -38,6 +39,7 @@ from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of
 from zeroshard.precision.policy import Policy, policy_from
+from zeroshard.run.batch_note import told_by_launcher
 from zeroshard.session.session import set_up_together
 from zeroshard.zero.init_mesh import check_built_for, check_whole
 from zeroshard.zero.param_bucket import whole_values
@@ -102,6 +104,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         UsageError: the objects do not fit together.
     """
     model = given.model
+    told = told_by_launcher()
     objects = {"optimizer": given.optimizer, "scheduler": given.lr_scheduler}
     device = own_device(given.device, rank_info.local_rank)
     loaded = load_config(
@@ -112,7 +115,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         as_deepspeed=given.as_deepspeed,
         replaced=[section for section, passed in objects.items() if passed is not None],
         hardware=partial(hardware_of, device),
-        run_batch=batch_of_run(),
+        run_batch=None if told.full_ranks is None else RunBatch(told.full_ranks, told.batches),
     )
     assert loaded.mesh is not None  # the configuration is read for training
     settings = loaded.config
@@ -195,11 +198,14 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
 
 def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, SlotBlock]:
     """The places of parameters that are parts of global tensors, by name."""
-    found = {
-        name: expert_block(p) or block_of(name, p, mesh, rank) or part_block(name, p, mesh, rank)
-        for name, p in model.named_parameters()
-    }
-    return {name: block for name, block in found.items() if block is not None}
+    found = {}
+    for name, param in model.named_parameters():
+        block = expert_block(param) or block_of(name, param, mesh, rank)
+        if block is None and mesh.tensor > 1:
+            block = part_block(name, param, mesh, rank)
+        if block is not None:
+            found[name] = block
+    return found
 
 
 def _share_layers(
@@ -214,7 +220,8 @@ def _share_layers(
     number_experts(given.model, mesh, rank, origin, may_rename=not is_pipeline)
     given = cut_tensor(given, mesh, loaded)
     note_kinds(given.model.parameters())
-    note_sums(given.model.parameters(), mesh, rank)
+    if mesh.tensor > 1:
+        note_sums(given.model.parameters(), mesh, rank)
     return given
 
 
@@ -461,7 +468,11 @@ def _listed(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:
-    """The schedule object: the one given, made by a callable, or named in the config."""
+    """The schedule: ``given``, what a function or class makes from the optimizer, or that of the config.
+
+    Raises:
+        UsageError: it is not a schedule, belongs to another optimizer, or there is no optimizer.
+    """
     if given is None and config.scheduler is None:
         return None
     if optimizer is None:
@@ -472,15 +483,6 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: 
     if given is None:
         assert config.scheduler is not None
         return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
-    return schedule_over(given, optimizer)
-
-
-def schedule_over(given: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """The schedule: ``given``, or what the function or class ``given`` makes from the optimizer.
-
-    Raises:
-        UsageError: it is not a schedule, or belongs to another optimizer.
-    """
     makes = isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
     made = given(optimizer) if makes else given
     if not hasattr(made, "step"):

@@ -19,11 +19,12 @@ from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver, Counters, TrainingState
 from zeroshard.engine.draft import EngineArguments
 from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
-from zeroshard.engine.pipeline import make_runner
+from zeroshard.engine.pipeline import PipelineRunner
 from zeroshard.engine.restarts import Preemption
 from zeroshard.engine.training_engine import TrainingEngine
 from zeroshard.errors import UnsupportedError, UsageError, in_short
 from zeroshard.metrics.flops import counted
+from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import EngineState
 
@@ -105,7 +106,8 @@ class Engine(TrainingEngine):
         if not self.mesh.is_data_only:  # other collectives than the engine's run in there
             for phase in ("forward", "backward"):
                 setattr(self, phase, self._watch.explained(getattr(self, phase)))
-        self._pipeline = make_runner(self, model, parts.watch)
+        if isinstance(model, PipelineModel) and parts.watch.pipeline is not None:
+            self._pipeline = PipelineRunner(self, model, parts.watch.pipeline)
         if (asked := self.settings.preemption).enabled or asked.save_dir is not None:
             self._watch_preemption()
             if asked.save_dir is not None:

@@ -415,7 +415,7 @@ def check_memory(
     comm: Comm,
     rank: int,
     device: torch.device,
-    run: Run,
+    run: Callable[[], Run],
     search: Callable[[int], Sequence[str]],
 ) -> list[str]:
     """Refuse a run whose state does not fit. Collective.
@@ -439,7 +439,7 @@ def check_memory(
     short, tight = verdict(needs, shared=on_cpu)
     if short is None:
         return tight
-    raise HostMemoryError("\n".join([*_refusal(short, run), *search(short.room_nbytes)]))
+    raise HostMemoryError("\n".join([*_refusal(short, run()), *search(short.room_nbytes)]))
 
 
 def verdict(needs: Sequence[Need], *, shared: bool) -> tuple[Shortage | None, list[str]]:

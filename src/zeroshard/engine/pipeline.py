@@ -28,7 +28,6 @@ from zeroshard.zero.reduce import BackwardKind
 from zeroshard.zero.unit import Unit
 
 if TYPE_CHECKING:
-    from zeroshard.session.comm_session import CommSession
     from zeroshard.session.groups import PipelineLinks
 
 REFUSED = {
@@ -70,9 +69,9 @@ class Evaluation:
 class PipelineRunner:
     """Runs steps of one engine's pipeline."""
 
-    def __init__(self, engine: Any, model: PipelineModel, watch: CommSession) -> None:
+    def __init__(self, engine: Any, model: PipelineModel, links: PipelineLinks) -> None:
+        """Calls in :data:`REFUSED` raise on the engine from now on."""
         assert model.kept is not None
-        assert watch.pipeline is not None
         # Not imported at the top: torch's package imports a compiler.
         from zeroshard.parallel import pipeline_stage
 
@@ -81,7 +80,7 @@ class PipelineRunner:
         self._engine: Any = None  # set while a step runs: a stage must not keep it alive
         self._kind = BackwardKind(False, True)
         self._schedules: dict[int, Any] = {}  # by number of micro-batches
-        self._links = watch.pipeline
+        self._links = links
         self._raised: BaseException | None = None  # by the model or the loss function
         self._losses: list[Tensor] = []  # not divided, of the running step
         self._asked: Evaluation | None = None  # while eval_batch() runs
@@ -93,10 +92,10 @@ class PipelineRunner:
                 index,
                 len(model.stages),
                 device=engine.device,
-                group=watch.pipeline.group,
+                group=links.group,
                 forward=partial(self._forward, index),
                 backward=partial(self._backward, index),
-                messages=watch.pipeline.messages,
+                messages=links.messages,
             )
             for index, module in model.kept.items()
         ]
@@ -115,6 +114,8 @@ class PipelineRunner:
         }
         engine._hooks.is_pipeline = True
         engine._hooks.kind_of_backward = lambda: self._kind
+        for name, reason in REFUSED.items():
+            setattr(engine, name, partial(_refuse, name, reason))
 
     # ------------------------------------------------------------------ one step
 
@@ -349,12 +350,6 @@ def mean_loss(
     return rows[:, 0].sum() / rows[:, 1].sum(), bad
 
 
-def refuse_calls(engine: Any) -> None:
-    """Make the calls in :data:`REFUSED` raise on this engine."""
-    for name, reason in REFUSED.items():
-        setattr(engine, name, partial(_refuse, name, reason))
-
-
 def _refuse(name: str, reason: str, *_: Any, **__: Any) -> Any:
     raise UsageError(
         f"engine.{name}() of a pipeline {reason}. Call engine.train_batch(data_iter) or "
@@ -418,12 +413,3 @@ def _loss_alone(engine: Any, batch: Any) -> Tensor:
 
 def _output_alone(engine: Any, inputs: Any) -> Any:
     return cast("PipelineModel", engine.module).call_whole(engine, inputs)
-
-
-def make_runner(engine: Any, module: nn.Module, watch: CommSession) -> PipelineRunner | None:
-    """The runner of an engine whose pipeline has several ranks; None for any other engine."""
-    if not isinstance(module, PipelineModel) or watch.pipeline is None:
-        return None
-    runner = PipelineRunner(engine, module, watch)
-    refuse_calls(engine)
-    return runner

@@ -23,7 +23,6 @@ from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.layer_calls import announced
 from zeroshard.core.mesh import Mesh
 from zeroshard.device.choice import read
-from zeroshard.engine.draft import Draft
 from zeroshard.errors import UsageError
 from zeroshard.parallel.cut import OwnLoss
 from zeroshard.parallel.split import PipelineModel
@@ -335,12 +334,9 @@ class SequenceCut:
         return mean_over_tokens(loss, (labels != -100).sum(), self.group)
 
 
-def share_sequences(draft: Draft) -> None:
+def share_sequences(model: PipelineModel, mesh: Mesh, rank: int) -> None:
     """Let a pipeline train on parts of sequences, if the mesh has sequence ranks; else on whole ones."""
-    model, mesh = draft.model, draft.mesh
-    if not isinstance(model, PipelineModel):
-        return
-    made = SequenceCut(mesh, draft.rank_info.rank) if mesh.sequence > 1 else None
+    made = SequenceCut(mesh, rank) if mesh.sequence > 1 else None
     model.batch_cut = made
     if isinstance(model.loss_fn, OwnLoss):
         model.loss_fn.over_ranks = None if made is None else made.mean

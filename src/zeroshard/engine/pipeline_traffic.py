@@ -191,16 +191,17 @@ def _room(planned: Mapping[Key, int], device: torch.device, rank: int) -> tuple[
 
 
 def agreed_traffic(
-    draft: Draft, watch: CommSession, plan: Sequence[UnitBytes], stage: Stage
+    model: PipelineModel,
+    draft: Draft,
+    watch: CommSession,
+    plan: Sequence[UnitBytes],
+    stage: Stage,
 ) -> PipelineTraffic:
-    """What this model's pipeline does, the same on every rank. Collective if the model asks for auto.
+    """What the pipeline does, the same on every rank. Collective if ``model`` asks for auto.
 
     Raises:
         UsageError: auto without a limit in a simulation, where no memory can be asked.
     """
-    model = draft.model
-    if not isinstance(model, PipelineModel):
-        return PipelineTraffic("micro_batch", "micro_batch")
     asked, limit_nbytes = (model.gather, model.reduce), model.auto_limit_nbytes
     if AUTO not in asked:
         return PipelineTraffic(*asked)

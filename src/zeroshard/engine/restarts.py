@@ -21,9 +21,9 @@ import torch
 from zeroshard.checkpoint.directory import NEWEST
 from zeroshard.comm.env import run_name
 from zeroshard.config import LoadedConfig
-from zeroshard.config.batch import RunBatch, fitting_sizes
+from zeroshard.config.batch import fitting_sizes
 from zeroshard.errors import UsageError
-from zeroshard.run.batch_note import BatchNote, told_by_launcher, write_note
+from zeroshard.run.batch_note import BatchNote, Told, told_by_launcher, write_note
 from zeroshard.session.comm_session import CommSession
 from zeroshard.watchdog.stop_agreement import StopAgreement, StopSignals
 
@@ -40,16 +40,9 @@ class Resumed:
     client_state: dict[str, Any]
 
 
-def batch_of_run() -> RunBatch | None:
-    """What the launcher knows of the batch; None if the number of ranks does not change."""
-    told = told_by_launcher()
-    return None if told.full_ranks is None else RunBatch(told.full_ranks, told.batches)
-
-
-def tell_launcher(loaded: LoadedConfig, *, rank: int) -> None:
-    """Write for the launcher with which numbers of ranks the batch stays the same. Rank 0 writes."""
-    told = told_by_launcher()
-    if rank or told.full_ranks is None or told.directory is None or loaded.mesh is None:
+def tell_launcher(told: Told, loaded: LoadedConfig) -> None:
+    """Write for the launcher with which numbers of ranks the batch stays the same. For rank 0."""
+    if told.directory is None or loaded.mesh is None:
         return
     mesh, config = loaded.mesh.mesh, loaded.config
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
