@@ -169,7 +169,7 @@ class Rank:
 
     def watch(self) -> None:
         """Start the watchdog."""
-        from zeroshard.comm.recorder import PRESENCE, recording_dir
+        from zeroshard.run.recordings import PRESENCE, recording_dir
         from zeroshard.watchdog.messages import watchdog_namespace
         from zeroshard.watchdog.settings import WatchdogSettings
         from zeroshard.watchdog.watchdog import Watchdog
@@ -304,7 +304,7 @@ def ranks_process(pipe: Connection, ranks: range, size: int, port: int) -> None:
         after = _counts(players)
         after.subtract(before)
         pipe.send((times, after, error))
-    from zeroshard.comm.recorder import recording_dir
+    from zeroshard.run.recordings import recording_dir
 
     here = recording_dir("plane")
     for folder in here.parent.glob(f"{here.name}-{os.getpid()}*"):

@@ -150,7 +150,7 @@ class RawLoop:
     """The plain loop: threads that read and write blocks of one file, each through its own buffer."""
 
     def __init__(self, directory: str, nbytes: int) -> None:
-        from zeroshard.memory.direct_io import (
+        from zeroshard.memory.host_memory import (
             aligned_bytes,
             allocate,
             memory_at,

@@ -37,7 +37,7 @@ MUTATIONS = [
     ),
     Mutation(
         "planned-gradients-of-stage-2",  # stage 2 only
-        "core/nbytes.py",
+        "core/stages.py",
         "            shard if stage.shards_grads else full",
         "            shard if stage.shards_params else full",
         "tests/accounting/test_live_bytes.py::test_two_ranks_hold_what_the_paper_says",
@@ -162,7 +162,7 @@ MUTATIONS = [
     ),
     Mutation(
         "failed-launch-is-forgotten",  # then others of the block read values that never came
-        "comm/collectives.py",
+        "comm/process_group.py",
         "            self._error = error\n            raise\n",
         "            raise\n",
         "tests/streams/test_whole_blocks.py::test_everyone_who_waits_for_a_launch_that_failed_hears_of_it",
@@ -205,14 +205,14 @@ MUTATIONS = [
     ),
     Mutation(
         "registration-is-ended-after-an-abort",
-        "comm/collectives.py",
+        "comm/process_group.py",
         "        self.memory.forget()\n",
         "",
         "tests/streams/test_registered_memory.py::test_after_an_abort_no_registration_is_ended",
     ),
     Mutation(
         "some-ranks-register-alone",
-        "comm/registered.py",
+        "comm/process_group.py",
         "    if not all(possible):",
         "    if not any(possible):",
         "tests/streams/test_registered_memory.py::"
@@ -356,7 +356,7 @@ MUTATIONS = [
     Mutation(
         "shm-lent-buffer-written-before-it-is-read",
         "comm/shm.py",
-        "        ring.await_readers(self._item, slices[0])\n",
+        "    ring.await_readers(item, slices[0])\n",
         "",
         "tests/ranks/test_shm.py::test_a_gather_into_a_lent_buffer_waits_for_the_readers_of_a_reduction",
     ),
@@ -376,28 +376,28 @@ MUTATIONS = [
     ),
     Mutation(
         "sum-of-three-ranks-in-16-bit",  # three ranks and 16 bit only
-        "comm/sums.py",
+        "comm/collectives.py",
         "dtype = torch.float32 if out_S.dtype in _SHORT else out_S.dtype",
         "dtype = out_S.dtype",
         "tests/ranks/test_collectives.py::test_a_wide_sum_is_rounded_once",
     ),
     Mutation(
         "replicas-forget-a-padded-sum",  # three replicas only
-        "comm/two_hop.py",
-        "        self._target_S.copy_(self._space[: self._target_S.numel()])\n",
+        "comm/hops.py",
+        "            sum_S.copy_(space[:numel])\n",
         "",
         "tests/ranks/test_two_hop.py::test_three_replicas_have_equal_bits",
     ),
     Mutation(
         "rows-of-replicas-in-the-order-of-columns",
-        "comm/two_hop.py",
-        "return rows_WRK.transpose(0, 1).flatten(0, 1)",
-        "return rows_WRK.flatten(0, 1)",
+        "comm/hops.py",
+        "return rows_IOK.transpose(0, 1).flatten(0, 1)",
+        "return rows_IOK.flatten(0, 1)",
         "tests/ranks/test_two_hop.py::test_small_vectors_of_all_replicas_come_in_the_order_of_the_ranks",
     ),
     Mutation(
         "rows-of-nodes-in-the-order-of-shards",  # edits of one rank only
-        "comm/nested.py",
+        "comm/hops.py",
         "return rows_IOK.transpose(0, 1).flatten(0, 1)",
         "return rows_IOK.flatten(0, 1)",
         "tests/ranks/test_nested.py::test_small_vectors_and_broadcasts_are_numbered_by_rank",
@@ -425,7 +425,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gathers-before-earlier-second-hops",  # ranks that wait in different orders
-        "comm/nested.py",
+        "comm/hops.py",
         "        self.free_hop(self.outer)\n        first = self.outer.all_gather(",
         "        first = self.outer.all_gather(",
         "tests/ranks/test_nested.py::test_collectives_of_one_hop_start_in_the_order_of_the_calls",

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from zeroshard.core.sizes import gib
+from zeroshard.core.texts import gib
 
 PROGRAM = """
 import json, re, sys

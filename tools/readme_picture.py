@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroshard.core.sizes import GIB
+from zeroshard.core.texts import GIB
 from zeroshard.planner.make_plan import make_plan
 
 ROOT = Path(__file__).parents[1]

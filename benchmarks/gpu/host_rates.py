@@ -10,7 +10,7 @@ import torch
 from trainers import ADAMW, Job
 
 from zeroshard.device.pinned import HostArena, cores, touch_pages
-from zeroshard.memory.direct_io import aligned_bytes
+from zeroshard.memory.host_memory import aligned_bytes
 from zeroshard.optim import native_adam
 from zeroshard.optim.fused_update import FusedFragment, Spans, threads_for
 

@@ -19,7 +19,7 @@ from ranks import Facts, on_processes
 from torch import Tensor
 from trainers import Job
 
-from zeroshard.comm.collectives import BoundCollectives
+from zeroshard.comm.process_group import BoundCollectives
 
 
 def communicators(job: Job, *, ranks: int, backend: str, numel: int) -> dict[str, Any]:

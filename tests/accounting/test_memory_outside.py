@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
-from zeroshard.run.cgroup import read_rss_nbytes
+from zeroshard.memory.host_limits import read_rss_nbytes
 
 NUMEL, LAYERS = 4 * 2**20, 12
 TENSOR_NBYTES = 4 * NUMEL

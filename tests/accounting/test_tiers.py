@@ -28,10 +28,10 @@ from zeroshard_testing import on_ranks
 from zeroshard import Engine
 from zeroshard.core import tiers
 from zeroshard.core.ledger import RESTING, TEMPORARY
-from zeroshard.core.nbytes import state_nbytes
+from zeroshard.core.stages import state_nbytes
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.memory import storage
-from zeroshard.memory.direct_io import PAGE_NBYTES
+from zeroshard.memory.host_memory import PAGE_NBYTES
 from zeroshard.offload.capacity_check import demand_of
 from zeroshard.offload.grad_store import DiskGradStore
 from zeroshard.offload.shard_store import WRITES_IN_FLIGHT, DiskShardStore

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from support.faulty_comm import Fault, FaultyComm
 from zeroshard_testing.ranks import RankEnd, on_ranks, run_ranks
 
-from zeroshard.comm.recorder import read_recording_file
 from zeroshard.errors import RankLost
+from zeroshard.run.recordings import read_recording_file
 from zeroshard.session.comm_session import CommSession
 from zeroshard.session.join import init_distributed
 from zeroshard.session.session import open_session

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from zeroshard.comm import host
 from zeroshard.comm.host import this_process
-from zeroshard.comm.recorder import PRESENCE
 from zeroshard.errors import RankDivergence
+from zeroshard.run.recordings import PRESENCE
 from zeroshard.watchdog.diagnosis import Diagnosis
 from zeroshard.watchdog.inquiry import Inquiry, own_answer
 from zeroshard.watchdog.messages import Messages

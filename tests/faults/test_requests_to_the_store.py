@@ -97,7 +97,7 @@ def server():
 def ranks_of(server, monkeypatch, tmp_path):
     """Makes ``size`` ranks in a key space of their own."""
     control_plane.let_threads_be_ranks(monkeypatch.setattr)
-    monkeypatch.setattr("zeroshard.comm.recorder.recording_dir", lambda run: tmp_path / run)
+    monkeypatch.setattr("zeroshard.run.recordings.recording_dir", lambda run: tmp_path / run)
     made: list[Rank] = []
 
     def make(size: int) -> list[Rank]:

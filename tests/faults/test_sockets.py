@@ -12,7 +12,7 @@ import pytest
 from support.covering import sampled
 from warm_python import run
 
-from zeroshard.run.listening import interface_socket, listening_addresses, listening_socket
+from zeroshard.run.address import interface_socket, listening_addresses, listening_socket
 
 LAUNCH = [sys.executable, "-m", "zeroshard.cli.main", "launch"]
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import TCPStore
 import zeroshard
-from zeroshard.run.listening import listening_addresses
+from zeroshard.run.address import listening_addresses
 
 if sys.argv[2] == "ours":
     zeroshard.init_distributed()

@@ -12,8 +12,8 @@ from support.faulty_comm import Fault, FaultyComm
 from zeroshard_testing.ranks import run_ranks
 
 from zeroshard.comm import Comm, make_comm
+from zeroshard.comm.hops import TwoHopComm
 from zeroshard.comm.host import open_sockets, shut_down
-from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import DistributedError
 

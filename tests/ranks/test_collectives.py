@@ -15,10 +15,10 @@ from zeroshard_testing.ranks import on_ranks
 
 from zeroshard.comm import Recorder, SoloComm, make_comm
 from zeroshard.comm.agreement import ControlGroup, agree_plan, post_plan, run_on_all_ranks
+from zeroshard.comm.collectives import sum_in_rank_order
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.host import open_sockets
 from zeroshard.comm.store_keys import FAILED, namespace
-from zeroshard.comm.sums import sum_in_rank_order
 from zeroshard.errors import CheckpointError, ConfigError, RankLate, RankMismatch, UsageError
 from zeroshard.session.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings

@@ -14,9 +14,9 @@ from torch.distributed import distributed_c10d
 from zeroshard_testing.ranks import on_ranks
 
 from zeroshard.comm import make_comm
-from zeroshard.comm.collectives import ProcessGroupComm
+from zeroshard.comm.collectives import Scratch
 from zeroshard.comm.env import default_backend
-from zeroshard.comm.scratch import Scratch
+from zeroshard.comm.process_group import ProcessGroupComm
 from zeroshard.config import load_config
 from zeroshard.engine.build import gathers_while_reducing
 from zeroshard.errors import ConfigError, LaunchError, RankMismatch, UsageError
@@ -186,7 +186,7 @@ def test_two_ranks_on_one_gpu_get_the_same_error_before_nccl_starts():
     nothing = mock.Mock(side_effect=AssertionError("a communicator is opened"))
     with (
         mock.patch("zeroshard.comm.connect._backend_for", lambda group, kind: "nccl"),
-        mock.patch("zeroshard.device.cuda.CudaOps.identity", lambda ops: "GPU-a"),
+        mock.patch("zeroshard.device.accelerator.CudaOps.identity", lambda ops: "GPU-a"),
         mock.patch("zeroshard.comm.connect.dist.new_group", nothing),
         pytest.raises(LaunchError, match=r"Ranks train .*: ranks 0,1 \(cuda:0, GPU-a\)\. The coll"),
     ):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
-from zeroshard.comm.plain_memory import PlainMemory
+from zeroshard.comm.collectives import PlainMemory
 from zeroshard.memory.storage import resize
 
 DEPTH = 12

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from support.nodes import bits_of, opened, step, values_of
 from zeroshard_testing import on_ranks
 
-from zeroshard.comm.quantized import QuantizedSums
-from zeroshard.comm.wire import from_wire, to_wire, wire_nbytes
+from zeroshard.comm.quantized import QuantizedSums, from_wire, to_wire, wire_nbytes
 from zeroshard.core.ledger import RESTING
 from zeroshard.zero import GatheredParameters
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from zeroshard_testing.ranks import on_ranks, run_ranks
 
-from zeroshard.comm import P2PComm, make_comm, peer_memory
+from zeroshard.comm import P2PComm, make_comm, shared_memory
 from zeroshard.comm.shared_memory import RING, Block
 from zeroshard.comm.shm import ShmComm
 from zeroshard.errors import ConfigError, RankLost
@@ -377,9 +377,11 @@ def test_a_forked_child_closes_nothing_of_its_parent():
 @on_ranks(2)
 def test_if_one_rank_cannot_all_take_sockets(odd):
     rank = dist.get_rank()
-    before = peer_memory.unavailable
+    before = shared_memory.unavailable
     if rank == odd:
-        peer_memory.unavailable = lambda: "it needs the store order of x86-64, and this is aarch64"
+        shared_memory.unavailable = lambda: (
+            "it needs the store order of x86-64, and this is aarch64"
+        )
     try:
         comm = make_comm(transport="auto")
         assert isinstance(comm, P2PComm)
@@ -387,19 +389,19 @@ def test_if_one_rank_cannot_all_take_sockets(odd):
         with pytest.raises(ConfigError, match="not possible here: it needs the store order"):
             open_shm()
     finally:
-        peer_memory.unavailable = before
+        shared_memory.unavailable = before
 
 
 @on_ranks(2)
 def test_memory_that_cannot_be_opened_is_named():
     if dist.get_rank() == 1:
-        before, peer_memory.PeerMapping = peer_memory.PeerMapping, _closed_door
+        before, shared_memory.PeerMapping = shared_memory.PeerMapping, _closed_door
     try:
         with pytest.raises(ConfigError, match="rank 1 cannot open the memory of rank 0: No such"):
             open_shm()
     finally:
         if dist.get_rank() == 1:
-            peer_memory.PeerMapping = before
+            shared_memory.PeerMapping = before
 
 
 def _closed_door(*_):

@@ -16,7 +16,7 @@ from zeroshard.optim import native_adam
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "zeroshard"
-TRANSPORT = {"comm/recorder.py", "comm/flight_recorder.py"}
+TRANSPORT = {"comm/recorder.py", "run/recordings.py"}
 """Named in the tour, as is ``comm/``: which of its files run depends on the transport."""
 LAST_ELEMENTS = {"optim/kernels.py"}
 """Run only on a rank that has elements beyond a multiple of 64; the others are in the compiled update."""
@@ -24,7 +24,7 @@ LAST_ELEMENTS = {"optim/kernels.py"}
 REPORTS = {
     *(f"metrics/{name}.py" for name in ("monitors", "run_log", "step_report", "step_stream")),
     "engine/out_of_memory.py",
-    "device/ops.py", "run/cgroup.py", "memory/host_limits.py", "offload/stores.py",
+    "device/ops.py", "memory/host_limits.py", "offload/stores.py",
 }  # fmt: skip
 """Run for the monitors and the record: some on rank 0 only, some in one step of ten."""
 ON_DEVICES = {f"optim/triton_{name}.py" for name in ("check", "kernels", "update")}

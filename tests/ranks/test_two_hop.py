@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zeroshard_testing.ranks import on_ranks
 
 from zeroshard.comm import Comm, SoloComm, make_comm
-from zeroshard.comm.two_hop import TwoHopComm
+from zeroshard.comm.hops import TwoHopComm
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import DistributedError, UsageError
 

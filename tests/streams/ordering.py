@@ -24,7 +24,7 @@ CALLS = {
 WAITS = {"wait"}
 """Methods that do so in the modules below; elsewhere they wait for processes or threads."""
 WAITING = (
-    "zero", "comm/collectives.py", "comm/two_hop.py", "comm/hops.py", "offload",
+    "zero", "comm/collectives.py", "comm/process_group.py", "comm/hops.py", "offload",
     "engine/optimizer_step.py", "engine/build.py", "engine/build_runtime.py",
 )  # fmt: skip
 OUTSIDE = ("launch", "watchdog", "deepspeed", "cli", "integrations")

@@ -17,7 +17,7 @@ from zeroshard_testing import on_ranks
 from zeroshard_testing.streams import pretend_cuda
 
 from zeroshard.device.pinned import HostArena
-from zeroshard.memory.host_access import host_access, kernel_access
+from zeroshard.memory.host_memory import host_access, kernel_access
 
 # Each program gets ``right``: whether to do what the kind of mistake leaves out.
 

@@ -25,7 +25,7 @@ def on_nodes(program: str) -> Scenario:
 SHOWN: list[tuple[str, str, str, Scenario]] = [
     ("checkpoint/save.py", "snapshot", "ops_of(device).synchronize",
      Scenario(2, "none", "background_save")),
-    ("comm/collectives.py", "ProcessGroupComm.finish", "work.wait()",
+    ("comm/process_group.py", "ProcessGroupComm.finish", "work.wait()",
      Scenario(3, "none", "plain", 4)),
     ("device/accelerator.py", "AcceleratorOps.record_use", "tensor.record_stream",
      Scenario(2, "optimizer", "gradients")),
@@ -71,7 +71,7 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
      Scenario(3, "none", "offload_states_on_side_stream")),
     ("zero/reduce.py", "GradReducer._drain", "handle.wait",
      Scenario(2, "none", "plain", 4)),
-    ("comm/collectives.py", "JointHandle.wait", "handle.wait",
+    ("comm/process_group.py", "JointHandle.wait", "handle.wait",
      Scenario(3, "none", "whole_blocks", 4)),
     ("zero/prefetch.py", "UnitGroup.wait_for_unshard", "handle.wait",
      Scenario(3, "none", "whole_blocks", 4)),
@@ -83,7 +83,7 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
      Scenario(3, "none", "plain", 4)),
     ("zero/updaters.py", "HostUpdater.receive", "transfer.wait",
      Scenario(2, "disk", "plain")),
-    ("comm/collectives.py", "ProcessGroupComm.all_gather_small", "self._start",
+    ("comm/process_group.py", "ProcessGroupComm.all_gather_small", "self._start",
      Scenario(0, "none", "plain", 4)),
     ("device/accelerator.py", "AcceleratorOps.synchronize", "torch.accelerator.synchronize",
      Scenario(3, "none", "two_offloads")),
@@ -157,9 +157,9 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
 """File, function and beginning of each statement, and a scenario that needs it."""
 
 NOT_FOR_ORDER = [
-    ("comm/two_hop.py", "", "", "tests/streams/test_two_hop_streams.py removes each of them."),
     ("comm/hops.py", "", "", "tests/streams/test_two_hop_streams.py removes each of them."),
-    ("comm/collectives.py", "ProcessGroupComm.finish", "work.wait(self._slice)",
+    ("comm/collectives.py", "Then.wait", "", "tests/streams/test_two_hop_streams.py removes it."),
+    ("comm/process_group.py", "ProcessGroupComm.finish", "work.wait(self._slice)",
      "Gloo, where no stream is used."),
     ("engine/build_runtime.py", "_members", "tensor.broadcast",
      "A mesh, of which the checker has no model."),

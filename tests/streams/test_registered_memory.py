@@ -13,8 +13,8 @@ from zeroshard_testing import on_ranks
 from zeroshard_testing.streams.nccl import PretendedNCCL
 
 from zeroshard import Engine
-from zeroshard.comm import registered
-from zeroshard.comm.collectives import ProcessGroupComm
+from zeroshard.comm import process_group
+from zeroshard.comm.process_group import ProcessGroupComm
 
 RANKS = 4
 BLOCKS = {"block_max_numel": 2000, "unit_max_numel": 600}
@@ -82,7 +82,7 @@ def impossible_elsewhere():
 
     def answered(comm, vector_K, *, name):
         rows = usual(comm, vector_K, name=name)
-        if name == registered.NAME:
+        if name == process_group.NAME:
             rows[2] = 0
         return rows
 

@@ -11,8 +11,7 @@ from scenarios import ALL, DIMENSIONS, OFFLOADS, PROGRAMS, Scenario, run_scenari
 from support.covering import covering
 from zeroshard_testing import on_ranks
 
-from zeroshard.device.accelerator import AcceleratorOps
-from zeroshard.device.cuda import CudaOps
+from zeroshard.device.accelerator import AcceleratorOps, CudaOps
 
 SCENARIOS = [Scenario(*row) for row in covering(ALL)]
 

@@ -12,7 +12,7 @@ from stepwise import report
 from torch import nn
 from zeroshard_testing import on_ranks
 
-from zeroshard.comm.collectives import JointHandle
+from zeroshard.comm.process_group import JointHandle
 from zeroshard.zero import GatheredParameters, grad_ledger, reduce
 from zeroshard.zero.grad_buckets import GradLaunch
 from zeroshard.zero.gradients import GradBuffer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zeroshard.config import Hardware, LoadedConfig, load_config
-from zeroshard.device.cuda import multiplies_bf16
+from zeroshard.device.accelerator import multiplies_bf16
 from zeroshard.integrations.accelerate.arguments import Wishes, completed
 from zeroshard.precision import hardware as native
 from zeroshard.precision.hardware import of_cpu

@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.comm.flight_recorder import FlightRecorder
-from zeroshard.comm.recorder import sweep_recordings
 from zeroshard.launch.agent import remove_recordings
-from zeroshard.run.recordings import pid_space
+from zeroshard.run.recordings import FlightRecorder, pid_space, sweep_recordings
 
 ENDED = 2**22 + 1  # above every number of a process
 NOBODY = 65534
@@ -130,7 +128,7 @@ def test_another_container_removes_nothing_of_a_living_process(tmp_path):
     folder.mkdir()
     (folder / "0").write_bytes(recording_of(os.getpid()))
     sweep = (
-        "import sys; from pathlib import Path; from zeroshard.comm.recorder import sweep_recordings; "
+        "import sys; from pathlib import Path; from zeroshard.run.recordings import sweep_recordings; "
         "from zeroshard.launch.agent import remove_recordings; root = Path(sys.argv[1]); "
         "assert not Path('/proc', sys.argv[2]).exists(); sweep_recordings(root, older_than_s=-10); "
         "remove_recordings('run', {int(sys.argv[2])}, root)"

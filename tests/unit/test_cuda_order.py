@@ -16,15 +16,15 @@ from torch import nn
 
 from zeroshard import Engine
 from zeroshard.comm.host import this_process
-from zeroshard.comm.recorder import PRESENCE, Recorder
-from zeroshard.device.accelerator import AcceleratorOps
+from zeroshard.comm.recorder import Recorder
+from zeroshard.device.accelerator import AcceleratorOps, CudaOps
 from zeroshard.device.choice import ops_of, own_device
 from zeroshard.device.copy_streams import CudaCopyStreams
-from zeroshard.device.cuda import CudaOps
 from zeroshard.engine import build_runtime
 from zeroshard.errors import UsageError
 from zeroshard.offload import stores
 from zeroshard.offload.async_update import AsyncUpdateWorker
+from zeroshard.run.recordings import PRESENCE
 from zeroshard.session.groups import SessionWatch
 from zeroshard.watchdog.run_record import Peer, Peers
 from zeroshard.watchdog.settings import WatchdogSettings

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
 from zeroshard.comm.host import this_process
-from zeroshard.comm.recorder import PRESENCE, Recorder
+from zeroshard.comm.recorder import Recorder
 from zeroshard.run.exit_report import ExitReport
-from zeroshard.run.kept_exit import keep_exit, point_to
+from zeroshard.run.recordings import PRESENCE
+from zeroshard.run.run_folder import keep_exit, point_to
 from zeroshard.watchdog.dead_run import explain_run, text_of
 from zeroshard.watchdog.diagnosis import Diagnosis
 from zeroshard.watchdog.rank_status import RankStatus
@@ -146,7 +147,7 @@ def test_a_rank_that_left_no_word_is_the_cause(folder):
 def test_what_the_launcher_said_comes_first(folder, monkeypatch):
     folder.record(0, "a", "b", waits=True)
     folder.record(1, "a")
-    monkeypatch.setattr("zeroshard.run.kept_exit.default_root", lambda: folder.root / "default")
+    monkeypatch.setattr("zeroshard.run.run_folder.default_root", lambda: folder.root / "default")
     environ = {"ZEROSHARD_RUN_ID": "run1"}
     point_to(folder.path, environ)
     lines = ("rank 1 got SIGKILL from outside.", "then rank 0 lost its peers.")

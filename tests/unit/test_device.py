@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from zeroshard.comm.connect import DeviceUse, check_devices
-from zeroshard.device import accelerator, cuda
-from zeroshard.device.accelerator import AcceleratorOps, on_stream
+from zeroshard.device import accelerator
+from zeroshard.device.accelerator import AcceleratorOps, CudaOps, on_stream
 from zeroshard.device.choice import (
     accelerator_type,
     current_ops,
@@ -24,7 +24,6 @@ from zeroshard.device.choice import (
     ops_of,
     own_device,
 )
-from zeroshard.device.cuda import CudaOps
 from zeroshard.device.ops import DeviceOps, HostFlag
 from zeroshard.device.pinned import HostArena, host_bytes, refusal_text
 from zeroshard.errors import LaunchError, UsageError
@@ -210,19 +209,19 @@ def test_a_query_ends_no_capture_of_a_graph_on_another_thread(monkeypatch):
         )
     )
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    cuda._capture_mode_exchange.cache_clear()
+    accelerator._capture_mode_exchange.cache_clear()
     thread = threading.Thread(target=ops_of(CUDA).tolerate_captures, name="watchdog")
     thread.start()
     thread.join()
-    cuda._capture_mode_exchange.cache_clear()
+    accelerator._capture_mode_exchange.cache_clear()
     assert modes == [("watchdog", 1)]
 
 
 def test_a_driver_without_that_function_changes_nothing(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", mock.Mock(side_effect=OSError))
-    cuda._capture_mode_exchange.cache_clear()
+    accelerator._capture_mode_exchange.cache_clear()
     ops_of(CUDA).tolerate_captures()
-    cuda._capture_mode_exchange.cache_clear()
+    accelerator._capture_mode_exchange.cache_clear()
 
 
 # ---------------------------------------------------------------------- host memory

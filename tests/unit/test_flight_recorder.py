@@ -12,16 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.comm.flight_recorder import (
+from zeroshard.comm.recorder import Recorder
+from zeroshard.core.texts import rank_ranges
+from zeroshard.run.recordings import (
     FlightRecorder,
     FlightRecording,
     Record,
     fold,
-    rank_ranges,
     read_recording,
+    read_recording_file,
+    sweep_recordings,
     word_of,
 )
-from zeroshard.comm.recorder import Recorder, read_recording_file, sweep_recordings
 from zeroshard.watchdog.diagnosis import diagnose, first_difference
 from zeroshard.watchdog.rank_status import READ, RankStatus, Wait, call_text
 from zeroshard.watchdog.settings import WatchdogSettings

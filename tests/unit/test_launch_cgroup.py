@@ -12,8 +12,14 @@ import pytest
 
 from zeroshard.errors import LaunchError
 from zeroshard.launch.resources import check_memory, parse_nbytes
-from zeroshard.memory.host_limits import CgroupLimit, HostLimits
-from zeroshard.run.cgroup import OomCounters, is_stopped, read_oom_counters, read_rss_nbytes
+from zeroshard.memory.host_limits import (
+    CgroupLimit,
+    HostLimits,
+    OomCounters,
+    is_stopped,
+    read_oom_counters,
+    read_rss_nbytes,
+)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 GIB = 1 << 30

@@ -9,10 +9,20 @@ from dataclasses import asdict
 import pytest
 
 from zeroshard.errors import RankLate
-from zeroshard.run.blame import BLAME_VARIABLE, Blame, read_blame, tell_launcher
-from zeroshard.run.cgroup import OomCounters
-from zeroshard.run.exit_report import KernelCounters, RankExit, build_report, explain_exit
-from zeroshard.run.traces import last_trace, starts_trace, trace_of_error_file
+from zeroshard.memory.host_limits import OomCounters
+from zeroshard.run.exit_report import (
+    BLAME_VARIABLE,
+    Blame,
+    KernelCounters,
+    RankExit,
+    build_report,
+    explain_exit,
+    last_trace,
+    read_blame,
+    starts_trace,
+    tell_launcher,
+    trace_of_error_file,
+)
 from zeroshard.watchdog.diagnosis import Diagnosis, diagnosis_of_values
 
 GIB = 1 << 30

@@ -20,7 +20,7 @@ from zeroshard.launch.rank_env import (
     rank_defaults,
 )
 from zeroshard.launch.remote import mpirun_command, names_of_this_host, node_commands, ssh_words
-from zeroshard.run.variables import variables_of_behaviour
+from zeroshard.run.run_folder import variables_of_behaviour
 
 
 @pytest.fixture

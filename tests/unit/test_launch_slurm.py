@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroshard.core.slurm import expand_nodelist, read_slurm
+from zeroshard.core.launcher_variables import expand_nodelist, read_slurm
 from zeroshard.errors import LaunchError
 from zeroshard.launch.launch_plan import ExecAsRank, RunHere, RunSrun, plan_launch
 from zeroshard.launch.options import LaunchRequest

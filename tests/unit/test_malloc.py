@@ -12,7 +12,7 @@ from support.covering import sampled
 
 PROGRAM = """
     import ctypes, sys, torch, zeroshard
-    from zeroshard.memory.malloc import return_large_blocks
+    from zeroshard.memory.host_memory import return_large_blocks
 
     class Info(ctypes.Structure):
         _fields_ = [(f"other{at}" if at != 4 else "hblkhd", ctypes.c_size_t) for at in range(10)]

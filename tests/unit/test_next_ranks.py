@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from zeroshard.comm.flight_recorder import FlightRecorder
 from zeroshard.config import load_config
 from zeroshard.config.batch import RunBatch, fitting_sizes, keep_batch
 from zeroshard.core.mesh import Mesh
@@ -21,6 +20,7 @@ from zeroshard.launch.restart import next_ranks
 from zeroshard.launch.usable import usable_slots
 from zeroshard.run.batch_note import BatchNote, read_note, told_by_launcher, write_note
 from zeroshard.run.exit_report import EXIT_SURVIVOR, ExitReport
+from zeroshard.run.recordings import FlightRecorder
 
 A, B = Host("a", (0, 1)), Host("b", (0, 1, 2))
 ALL = {"a": (0, 1), "b": (0, 1, 2)}

@@ -14,7 +14,7 @@ from support.covering import FULL, sampled
 from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
-from zeroshard.core.sizes import gib
+from zeroshard.core.texts import gib
 from zeroshard.planner import measure
 
 MODELS = """

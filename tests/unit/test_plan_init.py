@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
-from zeroshard.core.sizes import gib_text
+from zeroshard.core.texts import gib_text
 
 WIDTH = 128
 

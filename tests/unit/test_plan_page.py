@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
 from zeroshard.config.machine_file import load_machine
-from zeroshard.core.sizes import gib
+from zeroshard.core.texts import gib
 from zeroshard.planner.make_plan import make_plan
 from zeroshard.planner.plan import blocks, timeline
 from zeroshard.planner.trace import trace

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeroshard.core.layout import pack
-from zeroshard.core.nbytes import StateBytes, UnitBytes
+from zeroshard.core.stages import StateBytes, UnitBytes
 from zeroshard.engine.remedies import TOO_MUCH, Run, changes, enough_nbytes, remedies
 
 RECOMPUTE = "model.gradient_checkpointing_enable()"

@@ -19,7 +19,7 @@ from zeroshard.report.figures import buckets, line_chart, thinned
 from zeroshard.report.page import CHARTS, expected_volume, make_page
 from zeroshard.report.record import read_record
 from zeroshard.run.exit_report import ExitReport
-from zeroshard.run.kept_exit import keep_exit
+from zeroshard.run.run_folder import keep_exit
 
 SCRIPT = "<script>alert(1)</script>"
 FIRST = {

@@ -7,12 +7,13 @@ import time
 
 import pytest
 
-from zeroshard.comm.recorder import Recorder, StepMarks
+from zeroshard.comm.recorder import Recorder
 from zeroshard.config import load_config
 from zeroshard.errors import ConfigError
 from zeroshard.watchdog.pace import (
     PARTS,
     Pace,
+    StepMarks,
     StepShare,
     find_stragglers,
     straggler_text,

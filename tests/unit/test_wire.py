@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroshard.comm.wire import BLOCK, from_wire, to_wire, wire_nbytes
+from zeroshard.comm.quantized import BLOCK, from_wire, to_wire, wire_nbytes
 
 BITS = (8, 4)
 

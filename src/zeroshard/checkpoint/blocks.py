@@ -33,8 +33,13 @@ from torch import Tensor
 from zeroshard.checkpoint.manifest import ITEMSIZE, Dtype
 from zeroshard.core.files import free_nbytes, reason
 from zeroshard.errors import CheckpointError, DiskError
-from zeroshard.memory.direct_io import NO_FALLOCATE, aligned_bytes, round_to_page, turn_direct
-from zeroshard.memory.host_access import host_access
+from zeroshard.memory.host_memory import (
+    NO_FALLOCATE,
+    aligned_bytes,
+    host_access,
+    round_to_page,
+    turn_direct,
+)
 
 BLOCK_NBYTES = 4 << 20
 WRITE_THREADS = 2

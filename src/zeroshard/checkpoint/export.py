@@ -35,7 +35,7 @@ from zeroshard.checkpoint.export_plan import (
 from zeroshard.checkpoint.manifest import MANIFEST, dtype_name
 from zeroshard.core.files import free_nbytes, reason
 from zeroshard.errors import CheckpointError
-from zeroshard.memory.direct_io import allocate
+from zeroshard.memory.host_memory import allocate
 
 _log = logging.getLogger("zeroshard")
 

@@ -163,7 +163,7 @@ def _base(precision: Precision, batch: int) -> dict[str, Any]:
 
 def _told(found: Fit, output: Path, run: Answers) -> str:
     """What was chosen, and the next commands."""
-    from zeroshard.core.sizes import gib_text
+    from zeroshard.core.texts import gib_text
     from zeroshard.planner.planned_batch import BATCH
 
     peak = gib_text(found.plan.peak_nbytes)

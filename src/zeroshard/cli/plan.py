@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 import typer
 
 from zeroshard.cli.telling import AsJson, errors_told, note
-from zeroshard.core.sizes import size_text
+from zeroshard.core.texts import size_text
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:

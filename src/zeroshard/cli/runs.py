@@ -157,7 +157,7 @@ def _row(view: RankView) -> dict[str, Any]:
 
 
 def _text(folder: Path, seen: RunView) -> str:
-    from zeroshard.comm.flight_recorder import rank_ranges
+    from zeroshard.core.texts import rank_ranges
 
     answered = sum(view.answered for view in seen.views)
     lines = [

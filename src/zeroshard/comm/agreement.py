@@ -30,7 +30,6 @@ from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.store_keys import (
     CHECK_S,
@@ -50,6 +49,7 @@ from zeroshard.comm.store_keys import (
     wait_for,
 )
 from zeroshard.core.files import reason
+from zeroshard.core.texts import rank_ranges
 from zeroshard.errors import CheckpointError, DistributedError, RankLost, RankMismatch
 
 _DIGEST = 64  # characters of a digest

@@ -13,18 +13,17 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from zeroshard.comm.agreement import ControlGroup, run_on_all_ranks
-from zeroshard.comm.collectives import Comm, ErrorExplainer, ProcessGroupComm, SoloComm
-from zeroshard.comm.flight_recorder import rank_ranges
-from zeroshard.comm.gloo import GlooComm
+from zeroshard.comm.collectives import Comm, ErrorExplainer, SoloComm
 from zeroshard.comm.host import Process, host_number, new_sockets, open_sockets
 from zeroshard.comm.p2p import P2PComm, open_links
-from zeroshard.comm.peer_memory import PeerMemory, apart, open_peer_memory
 from zeroshard.comm.planned import PLANNED, processes_of
+from zeroshard.comm.process_group import GlooComm, ProcessGroupComm
 from zeroshard.comm.recorder import Recorder
-from zeroshard.comm.shm import ShmComm
-from zeroshard.comm.shm_messages import ShmLink
+from zeroshard.comm.shared_memory import PeerMemory, apart, open_peer_memory
+from zeroshard.comm.shm import ShmComm, ShmLink
 from zeroshard.comm.store_keys import Store as AgreeStore
 from zeroshard.comm.store_keys import namespace, ranks_key
+from zeroshard.core.texts import rank_ranges
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import ConfigError, LaunchError, UsageError
 

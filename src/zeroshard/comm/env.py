@@ -15,8 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zeroshard.core.launcher_variables import OPEN_MPI, TORCHRUN, numbering_of
-from zeroshard.core.slurm import read_slurm
+from zeroshard.core.launcher_variables import OPEN_MPI, TORCHRUN, numbering_of, read_slurm
 from zeroshard.device.choice import accelerator_type, device_of_rank
 from zeroshard.errors import LaunchError
 

@@ -10,7 +10,7 @@ W ranks; N padded elements, S = N // W; K elements of a small vector.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol, cast
 
@@ -22,16 +22,16 @@ from zeroshard.comm.collectives import (
     DONE,
     ErrorExplainer,
     Handle,
+    KeepsScratch,
     RecordedComm,
+    Scratch,
     closed,
     first_line,
 )
 from zeroshard.comm.host import shut_down
 from zeroshard.comm.recorder import TAG_BITS, Item, Recorder
-from zeroshard.comm.scratch import KeepsScratch, Scratch
 from zeroshard.comm.store_keys import Store as AgreeStore
 from zeroshard.comm.store_keys import namespace, ranks_key
-from zeroshard.comm.sums import sum_in_rank_order
 
 
 class Links(Protocol):
@@ -83,10 +83,9 @@ class P2PComm(KeepsScratch, RecordedComm):
     ) -> None:
         super().__init__(links.rank(), ranks, recorder, guard)
         # Start with the neighbour, so that not every rank talks to rank 0 first.
-        self._peers = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self.peers = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._links: Links | None = links
         self._sockets = dict(sockets or {})
-        self._scratch = Scratch()
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every other rank's slice is received into its place in ``full_N``."""
@@ -94,11 +93,7 @@ class P2PComm(KeepsScratch, RecordedComm):
         if not full_N.numel():
             return DONE
         slices = full_N.view(self.size, -1).unbind()
-        exchange = _Exchange(self, item)
-        for peer in self._peers:
-            exchange.receive(slices[peer], peer)
-        for peer in self._peers:
-            exchange.send(shard_S, peer)
+        exchange = _Exchange(self, item).all(slices, [shard_S] * self.size)
         own = slices[self.rank]
         if own.data_ptr() != shard_S.data_ptr():
             own.copy_(shard_S)  # while the other slices are in flight
@@ -114,12 +109,7 @@ class P2PComm(KeepsScratch, RecordedComm):
         space = self._scratch.take(full_N.dtype, (self.size - 1) * shard_numel)
         parts = [*space[: (self.size - 1) * shard_numel].view(-1, shard_numel).unbind()]
         parts.insert(self.rank, slices[self.rank])
-        exchange = _Reduction(self, item, parts, out_S, space)
-        for peer in self._peers:
-            exchange.receive(parts[peer], peer)
-        for peer in self._peers:
-            exchange.send(slices[peer], peer)
-        return exchange
+        return self._summed(_Exchange(self, item).all(parts, slices), parts, out_S, space)
 
     def all_to_all(self, out_N: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Slice r of ``out_N`` gets the slice for this rank of rank r's ``full_N``."""
@@ -128,28 +118,16 @@ class P2PComm(KeepsScratch, RecordedComm):
             return DONE
         sent, received = full_N.view(self.size, -1), out_N.view(self.size, -1)
         received[self.rank].copy_(sent[self.rank])
-        exchange = _Exchange(self, item)
-        for peer in self._peers:
-            exchange.receive(received[peer], peer)
-        for peer in self._peers:
-            exchange.send(sent[peer], peer)
-        return exchange
+        return _Exchange(self, item).all(received.unbind(), sent.unbind())
 
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """Sends one message to every rank. On a mismatch the tags differ, so the ranks wait."""
         vector = vector_K.detach().contiguous()
-        numel = vector.numel()
         item = self.recorder.gather_small(name, vector, self.size - 1)
-        rows = vector.new_empty((self.size, numel))
+        rows = vector.new_empty((self.size, vector.numel()))
         rows[self.rank] = vector
-        if numel:
-            slices = rows.unbind()
-            exchange = _Exchange(self, item)
-            for peer in self._peers:
-                exchange.receive(slices[peer], peer)
-            for peer in self._peers:
-                exchange.send(vector, peer)
-            exchange.wait()
+        if vector.numel():
+            _Exchange(self, item).all(rows.unbind(), [vector] * self.size).wait()
         return rows
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
@@ -160,7 +138,7 @@ class P2PComm(KeepsScratch, RecordedComm):
         flat = tensor.detach().view(-1)
         exchange = _Exchange(self, item)
         if src == self.rank:
-            for peer in self._peers:
+            for peer in self.peers:
                 exchange.send(flat, peer)
         else:
             exchange.receive(flat, src)
@@ -179,10 +157,6 @@ class P2PComm(KeepsScratch, RecordedComm):
         if self._links is None:
             raise closed(item[1])
         return self._links
-
-    def release(self, space: Tensor) -> None:
-        """Take back a scratch buffer."""
-        self._scratch.give(space)
 
     def abort(self) -> None:
         """Make every blocked wait fail now. Called by the watchdog's thread."""
@@ -209,17 +183,23 @@ class _Exchange:
         self._works: list[tuple[int, Any]] = []
         self._buffers: list[Tensor] = []
 
+    def all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> _Exchange:
+        """Receive from all others and send to them; both by rank. Receives come first in the list."""
+        for peer in self._comm.peers:
+            self.receive(received[peer], peer)
+        for peer in self._comm.peers:
+            self.send(sent[peer], peer)
+        return self
+
     def send(self, tensor: Tensor, peer: int) -> None:
-        try:
-            self._works.append((peer, self._links.send([tensor], peer, self._tag)))
-        except RuntimeError as error:
-            self._comm.fail(self._item, peer, error)
-        self._buffers.append(tensor)
+        self._start(self._links.send, tensor, peer)
 
     def receive(self, tensor: Tensor, peer: int) -> None:
-        # Receives are first in the list, since the result needs them.
+        self._start(self._links.recv, tensor, peer)
+
+    def _start(self, call: Callable[..., Any], tensor: Tensor, peer: int) -> None:
         try:
-            self._works.append((peer, self._links.recv([tensor], peer, self._tag)))
+            self._works.append((peer, call([tensor], peer, self._tag)))
         except RuntimeError as error:
             self._comm.fail(self._item, peer, error)
         self._buffers.append(tensor)
@@ -238,28 +218,4 @@ class _Exchange:
             self._comm.fail(self._item, peer, error)
         finally:
             self._comm.recorder.end_wait(self._item, began_s)
-        self.complete()
         self._buffers = []
-
-    def complete(self) -> None:
-        """Do what is left to do when all bytes have arrived."""
-
-
-class _Reduction(_Exchange):
-    """An exchange whose chunks are added when they have arrived."""
-
-    __slots__ = ("_out_S", "_parts", "_space")
-
-    def __init__(
-        self, comm: P2PComm, item: Item, parts: list[Tensor], out_S: Tensor, space: Tensor
-    ) -> None:
-        super().__init__(comm, item)
-        self._parts = parts
-        self._out_S = out_S
-        self._space = space
-
-    def complete(self) -> None:
-        sum_in_rank_order(self._parts, self._out_S)
-        self._parts = []
-        self._comm.release(self._space)
-        del self._space, self._out_S

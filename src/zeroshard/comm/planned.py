@@ -20,18 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroshard.comm.collectives import (
-    DONE,
-    BoundCollectives,
-    Handle,
-    JointHandle,
-    ProcessGroupComm,
-)
+from zeroshard.comm.collectives import DONE, Handle, KeepsScratch, Then, sum_temporary
 from zeroshard.comm.host import Process
-from zeroshard.comm.scratch import KeepsScratch, Scratch
+from zeroshard.comm.process_group import BoundCollectives, JointHandle, ProcessGroupComm
 from zeroshard.comm.shared_memory import CONTROL_NBYTES, INLINE_NBYTES, RING, Windows
 from zeroshard.comm.shm import AHEAD, piece_numel
-from zeroshard.comm.sums import sum_temporary
 from zeroshard.errors import UsageError
 
 
@@ -84,7 +77,7 @@ class PlannedComm(ProcessGroupComm):
         def add() -> None:
             sum_temporary(out_S)
 
-        return _Then(handle, add)
+        return Then(add, handle)
 
     def joint_all_gather(
         self, full_N: Sequence[Tensor], shard_S: Sequence[Tensor], *, name: str
@@ -131,10 +124,6 @@ class PlannedScratch(KeepsScratch, PlannedComm):
     adds = True
     whole = False
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._scratch = Scratch()
-
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """A buffer is in use until the wait."""
         if not full_N.numel():
@@ -142,11 +131,11 @@ class PlannedScratch(KeepsScratch, PlannedComm):
         numel = full_N.numel() if self.whole else full_N.numel() - out_S.numel()
         space = self._scratch.take(full_N.dtype, numel, full_N.device)
         handle = super().reduce_scatter(out_S, full_N, name=name)
-        return _Then(handle, lambda: self._scratch.give(space))
+        return Then(lambda: self._scratch.give(space), handle)
 
 
 class PlannedGloo(PlannedScratch):
-    """The buffers of :class:`~zeroshard.comm.gloo.GlooComm`."""
+    """The buffers of :class:`~zeroshard.comm.process_group.GlooComm`."""
 
     whole = True
 
@@ -234,7 +223,7 @@ class PlannedShm(PlannedComm):
                 self.windows.done.add(seq - AHEAD)
                 self._publish(seq, nbytes)
 
-        return self._posted(_Then(handle, rest), *sizes)
+        return self._posted(Then(rest, handle), *sizes)
 
     def _begin(self) -> int:
         self._seq = seq = self._seq + 1
@@ -257,7 +246,7 @@ class PlannedShm(PlannedComm):
             for seq in seqs:
                 self._pending.pop(seq, None)
 
-        made = _Then(handle, read)
+        made = Then(read, handle)
         self._pending.update(dict.fromkeys(seqs, made))
         return made
 
@@ -331,22 +320,6 @@ class PlannedBlock:
 
     def discard(self) -> None:
         """Nothing is to be freed."""
-
-
-class _Then:
-    """Does one thing more after a wait."""
-
-    __slots__ = ("_after", "_handle")
-
-    def __init__(self, handle: Handle, after: Callable[[], None]) -> None:
-        self._handle: Handle | None = handle
-        self._after = after
-
-    def wait(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.wait()
-            self._after()
 
 
 _NODE: ContextVar[int | None] = ContextVar("ranks of a node of a simulated run", default=None)

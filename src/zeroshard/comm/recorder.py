@@ -1,7 +1,7 @@
 """Records the collectives of a rank: their order, a running hash, and how much the rank sent.
 
 [Note: recorder] The decision: docs/decisions/0003-tagged-transport.md. The byte layout of a recording is
-in :mod:`zeroshard.comm.flight_recorder`.
+in :mod:`zeroshard.run.recordings`.
 
 A :class:`Recorder` belongs to one group of ranks. Every collective of that group passes through
 :meth:`Recorder.enter`, which numbers it (``seq``), folds it into the history hash and writes a record.
@@ -32,11 +32,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import tempfile
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -44,8 +43,10 @@ from typing import Any, Protocol
 
 import torch
 
-from zeroshard.comm.entries import Entries, Entry
-from zeroshard.comm.flight_recorder import (
+from zeroshard.core.files import for_this_user
+from zeroshard.device.choice import ops_of
+from zeroshard.device.ops import DeviceOps, Event
+from zeroshard.run.recordings import (
     MASK_64,
     MULTIPLIER,
     RING_AT,
@@ -55,13 +56,10 @@ from zeroshard.comm.flight_recorder import (
     FlightRecording,
     Record,
     read_recording,
+    remove_recording,
     word_of,
     word_with,
 )
-from zeroshard.core.files import for_this_user
-from zeroshard.device.choice import ops_of
-from zeroshard.device.ops import DeviceOps, Event
-from zeroshard.run.recordings import remove_if_ended
 
 _pack = SLOT.pack_into
 _monotonic = time.monotonic
@@ -79,6 +77,74 @@ class Listener(Protocol):
 
     def finished(self, recorder: Recorder, entry: Entry) -> None:
         """The program has waited for a collective of a process group."""
+
+
+class Entry:
+    """One (operation, name) pair: its size, its word, its row in the recording, and its traffic.
+
+    A pair nearly always moves the same buffer. Size, word and row are therefore kept from call to call,
+    and traffic is added up only when the size changes.
+    """
+
+    def __init__(self, op: str, name: str) -> None:
+        self.op = op
+        self.name = name
+        self.digest = word_of(op, name)
+        self.numel = -1
+        self.dtype: torch.dtype | None = None
+        self.sent = 0
+        self.word = 0
+        self.row = 0
+        self.began_s = 0.0  # when the last call started
+        self.rows: dict[tuple[int, torch.dtype], tuple[int, int]] = {}
+        self.reset()
+
+    def bank(self) -> None:
+        """Add up the traffic at the present size, before the size changes."""
+        self._sent_nbytes = self.sent_nbytes
+        self._payload_numel, self._sent_numel = self.payload_numel, self.sent_numel
+        self._calls = self.calls
+
+    def reset(self) -> None:
+        """Set the traffic, and the time of waits, to zero."""
+        self.waited_s = 0.0  # that the host was blocked in waits
+        self.calls = self._calls = self._payload_numel = self._sent_numel = self._sent_nbytes = 0
+        # Of the calls whose wait blocked the host: seconds from start to arrival, and bytes sent.
+        self.flight_s, self.flight_nbytes = 0.0, 0
+
+    @property
+    def payload_numel(self) -> int:
+        """Elements of the full buffers moved so far."""
+        return self._payload_numel + (self.calls - self._calls) * self.numel
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements that this rank has sent so far."""
+        return self._sent_numel + (self.calls - self._calls) * self.sent
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank has sent so far."""
+        itemsize = self.dtype.itemsize if self.dtype is not None else 0
+        return self._sent_nbytes + (self.calls - self._calls) * self.sent * itemsize
+
+    def note_flight(self, now_s: float) -> None:
+        """The last call has ended, and the host was blocked until then."""
+        if self.dtype is not None:
+            self.flight_s += now_s - self.began_s
+            self.flight_nbytes += self.sent * self.dtype.itemsize
+
+
+class Entries(dict[str, Entry]):
+    """Entries of one operation, by name. An entry is made when its name is first looked up."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op = op
+
+    def __missing__(self, name: str) -> Entry:
+        entry = self[name] = Entry(self.op, name)
+        return entry
 
 
 #: A collective in flight: its sequence number, its entry, and the history hash that includes it. Tags are
@@ -112,14 +178,11 @@ class Recorder:
         self.listener: Listener | None = None
         #: The collective that the host is blocked in, from :meth:`begin_wait` to :meth:`end_wait`.
         self.waiting: Item | None = None
-        #: The thread that waits, if it may be another thread than the program's; else 0.
-        self.waiter = 0
-        #: Seconds that the host was blocked in waits. A device's waits do not block the host.
-        self.blocked_s = 0.0
-        #: The ends of some steps, if the speed of ranks is compared; see ``watchdog/pace.py``.
-        self.marks: StepMarks | None = None
-        #: Collectives in flight on a device, each with an event; None unless :meth:`watch_device`
-        #: was called.
+        self.waiter = 0  # the thread that waits, if it may be another one than the program's
+        self.blocked_s = 0.0  # of the host in waits; a device's waits do not block it
+        #: Hears when a step begins, if the speed of ranks is compared; see ``watchdog/pace.py``.
+        self.on_step: Callable[[int, float], None] | None = None
+        #: Collectives in flight on a device, each with an event; None without :meth:`watch_device`.
         self.pending: deque[tuple[Item, Event]] | None = None
         self._ops = ops_of(torch.device("cpu"))  # of the device of those events
         self._spare_events: list[Event] = []
@@ -137,11 +200,10 @@ class Recorder:
         self._mask = size - 1
         self._slots = tuple(range(RING_AT, RING_AT + size * SLOT.size, SLOT.size))
         self._map = _open_recording(recording, FlightRecorder.nbytes_for(size))
-        # Runs when the recorder is closed or collected, and at exit. Not after SIGKILL, nor in a child.
-        self._remove = (
-            weakref.finalize(self, remove_recording, recording) if recording is not None else None
-        )
+        self._remove: weakref.finalize[..., Recorder] | None = None
         if recording is not None:
+            # Runs when it is closed or collected, and at exit. Not after SIGKILL, nor in a child.
+            self._remove = weakref.finalize(self, remove_recording, recording)
             _IN_FILES.add(self)
         self._log = FlightRecorder(
             self._map, ring=size, pid=os.getpid(), rank=rank, group_size=group_size
@@ -149,10 +211,7 @@ class Recorder:
 
     def entries(self, op: str) -> Entries:
         """The table that :meth:`enter` takes its entries from, one per operation."""
-        table = self._by_op.get(op)
-        if table is None:
-            table = self._by_op[op] = Entries(op)
-        return table
+        return self._by_op.setdefault(op, Entries(op))
 
     def enter(self, entry: Entry, tensor: torch.Tensor, numel: int, sent: int) -> Item:
         """Record one collective of ``numel`` elements in all, of which this rank sends ``sent``."""
@@ -268,8 +327,8 @@ class Recorder:
         self.step = step
         now_s = _monotonic()
         self._step_times_s.append(now_s)
-        if self.marks is not None:
-            self.marks.add(step, now_s)
+        if self.on_step is not None:
+            self.on_step(step, now_s)
         self._log.words[STEP] = step
 
     def median_step_s(self) -> float:
@@ -284,8 +343,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def in_section(self, name: str) -> Iterator[None]:
-        """A context in which this rank is in section ``name`` (``save``, ``eval``...), which has its own
-        limit."""
+        """A context in which this rank is in section ``name``, which has its own limit."""
         outer = self.section
         self.mark_section(name)
         try:
@@ -331,16 +389,14 @@ class Recorder:
 
     def flight(self) -> FlightRecording:
         """The recording, as another process would read it. Safe to call from another thread."""
-        raw = self._map[:]
-        flight = read_recording(raw, self._map[:])
+        flight = read_recording(self._map[:], self._map[:])
         assert flight is not None  # our own bytes
         waiting = self.waiting
         return flight._replace(waiting=waiting[0] if waiting is not None else 0)
 
     def records(self, last: int | None = None) -> tuple[Record, ...]:
         """The newest ``last`` records (None: all that are kept), oldest first."""
-        records = self.flight().records
-        return records if last is None else records[-last:]
+        return self.flight().records[-last if last else None :]
 
     # -- traffic -----------------------------------------------------------------------------------
 
@@ -366,7 +422,7 @@ class Recorder:
         return self._totals("calls")
 
     def traffic(self) -> Iterator[Entry]:
-        """Every (operation, name) with its counters, for logs and tests."""
+        """Every (operation, name) with its counters."""
         for table in list(self._by_op.values()):
             yield from list(table.values())
 
@@ -398,71 +454,6 @@ class Recorder:
         if self._remove is not None:
             self._remove()
             self.detach()
-
-
-class StepMarks:
-    """When each step of a window ended, and how long the host had been blocked in waits until then.
-
-    Another thread sets the window. ``recorders``: the sequences whose waits count. Costs 0.1 us per step
-    outside of a window, and about 2 us inside.
-    """
-
-    def __init__(self, recorders: Sequence[Recorder]) -> None:
-        self._recorders = tuple(recorders)
-        self._first, self._last = 0, -1
-        self._marks: list[tuple[float, float]] = []
-
-    def arm(self, first: int, steps: int) -> None:
-        """Mark the ends of ``steps`` steps and of step ``first`` before them."""
-        self._last = -1  # nothing is marked between these lines
-        self._marks = []
-        self._first = first
-        self._last = first + steps
-
-    def add(self, step: int, now_s: float) -> None:
-        """Step ``step`` has ended at ``now_s``. Called by the thread that calls collectives."""
-        if self._first <= step <= self._last:
-            self._marks.append((now_s, sum(each.blocked_s for each in self._recorders)))
-
-    def whole(self) -> list[tuple[float, float]] | None:
-        """The marks; None before the end of the window, or if a step was marked twice or not at all."""
-        marks, steps = self._marks, self._last - self._first
-        return marks if steps > 0 and len(marks) == steps + 1 else None
-
-
-PRESENCE = "process"
-"""Name of the file that exists as long as a process has a watchdog. Its recordings are in the same
-directory."""
-
-
-def recording_dir(run: str) -> Path:
-    """The directory for the recordings of a run, in ``/dev/shm`` if there is one."""
-    shared = Path("/dev/shm")
-    return (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"zeroshard-{run}"
-
-
-def remove_recording(recording: Path) -> None:
-    """Remove a recording, and its directory if that is empty then."""
-    with contextlib.suppress(OSError):  # gone already, or not empty yet
-        recording.unlink(missing_ok=True)
-        recording.parent.rmdir()
-
-
-def sweep_recordings(root: Path | None = None, *, older_than_s: float = 3600.0) -> None:
-    """Remove recordings that are older than ``older_than_s`` and whose writers have ended."""
-    newest_s = time.time() - older_than_s
-    for folder in (root or recording_dir("").parent).glob("zeroshard-*"):
-        with contextlib.suppress(OSError):  # another user's, or already removed
-            if folder.lstat().st_mtime <= newest_s:
-                remove_if_ended(folder, lambda pid: not Path(f"/proc/{pid}").exists())
-
-
-def read_recording_file(path: Path) -> FlightRecording | None:
-    """The recording that another process writes or wrote at ``path``; None if there is none."""
-    try:
-        return read_recording(path.read_bytes(), path.read_bytes())
-    except OSError:
-        return None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -38,6 +38,7 @@ Invariants, and what breaks without them:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,14 +47,14 @@ from zeroshard.comm.collectives import (
     DONE,
     ErrorExplainer,
     Handle,
+    NoExplainer,
     RecordedComm,
     closed,
+    sum_in_rank_order,
 )
-from zeroshard.comm.peer_memory import PeerMemory
 from zeroshard.comm.recorder import Item, Recorder
-from zeroshard.comm.shared_memory import INLINE_NBYTES
-from zeroshard.comm.shm_ring import Pending, Ring, move_bytes
-from zeroshard.comm.sums import sum_in_rank_order
+from zeroshard.comm.shared_memory import INLINE_NBYTES, Block, PeerMemory
+from zeroshard.comm.shm_ring import NOWHERE, Pending, Ring, move_bytes
 
 #: A large broadcast travels in at most ``_PIECES`` pieces of at least ``_PIECE_NBYTES`` bytes.
 _PIECES = 64
@@ -110,7 +111,8 @@ class ShmComm(RecordedComm):
         """
         if self._ring is None or not numel or device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
-        return self._ring.block(numel * dtype.itemsize, slack=1).lend(numel, dtype)
+        block: Block = self._ring.arena.take(numel * dtype.itemsize, slack=1)
+        return block.lend(numel, dtype)
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Publish a copy of ``shard_S``. ``wait`` copies every other rank's slice into ``full_N``."""
@@ -128,7 +130,7 @@ class ShmComm(RecordedComm):
         own = slices[self.rank]
         if own.data_ptr() != shard_S.data_ptr():
             own.copy_(shard_S)
-        return _Gather(ring, item, seq, slices)
+        return Pending(ring, [seq], partial(_read, ring, item, seq, slices))
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Publish ``full_N``, or a copy of the others' slices. ``wait`` sums from the others' memory."""
@@ -142,7 +144,7 @@ class ShmComm(RecordedComm):
             shard_numel = out_S.numel()
             begin, end = self.rank * shard_numel, (self.rank + 1) * shard_numel
             ring.post_copy(seq, item, [full_N[:begin], full_N[end:]])
-        return _Reduction(ring, item, seq, out_S.detach(), full_N)
+        return Pending(ring, [seq], partial(_add, ring, item, seq, out_S.detach(), full_N))
 
     def all_to_all(self, out_N: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Publish a copy of the others' slices. ``wait`` copies theirs for this rank into ``out_N``."""
@@ -154,7 +156,8 @@ class ShmComm(RecordedComm):
         begin, end = (full_N.numel() // self.size * at for at in (self.rank, self.rank + 1))
         ring.post_copy(seq, item, [full_N[:begin], full_N[end:]])
         out_N[begin:end].copy_(full_N[begin:end])
-        return _Exchange(ring, item, seq, out_N.view(self.size, -1).unbind())
+        received = out_N.view(self.size, -1).unbind()
+        return Pending(ring, [seq], partial(_read, ring, item, seq, received, of_each=True))
 
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """A vector of up to 208 bytes travels inside the slot; a larger one is gathered."""
@@ -190,16 +193,16 @@ class ShmComm(RecordedComm):
             return self._broadcast_small(ring, item, flat, src)
         step = piece_numel(numel, flat.element_size())
         pieces = {ring.begin(item): piece for piece in flat.split(step)}
-        return (
-            _Departure(ring, item, pieces)
-            if src == self.rank
-            else _Arrival(ring, item, pieces, src)
-        )
+        if src != self.rank:
+            return Pending(ring, pieces, partial(_read_pieces, ring, item, src, pieces))
+        for seq, piece in list(pieces.items())[:AHEAD]:
+            ring.post_copy(seq, item, [piece])
+        return Pending(ring, pieces, partial(_send_rest, ring, item, pieces))
 
     def _broadcast_small(self, ring: Ring, item: Item, flat: Tensor, src: int) -> Handle:
         seq = ring.begin(item)
         if src != self.rank:
-            return _SmallArrival(ring, item, seq, src, flat)
+            return Pending(ring, [seq], partial(read_small, ring, item, seq, src, flat))
         ring.post_inline(seq, item, flat)
         ring.control.mark_done(seq)  # there is nothing for the source to read
         return DONE
@@ -231,116 +234,110 @@ def piece_numel(numel: int, itemsize: int) -> int:
     return max(-(-numel // _PIECES), _PIECE_NBYTES // itemsize)
 
 
-class _Gather(Pending):
-    __slots__ = ("_slices",)
-
-    def __init__(self, ring: Ring, item: Item, seq: int, slices: Sequence[Tensor]) -> None:
-        super().__init__(ring, item, seq)
-        self._slices = slices
-
-    def complete(self, ring: Ring) -> None:
-        slices, self._slices = self._slices, ()
-        (seq,) = self._seqs
-        ring.await_readers(self._item, slices[0])
-        for peer, mapping in ring.mappings:
-            ring.await_post(self._item, seq, peer, mapping)
-            target = slices[peer]
+def _read(
+    ring: Ring, item: Item, seq: int, slices: Sequence[Tensor], *, of_each: bool = False
+) -> None:
+    """Copy what the others have published. ``of_each``: only the slice for this rank."""
+    ring.await_readers(item, slices[0])
+    for peer, mapping in ring.mappings:
+        ring.await_post(item, seq, peer, mapping)
+        target = slices[peer]
+        if target.numel():
             place, _ = mapping.control.place(seq)
-            target.copy_(mapping.tensor(place, 0, target.numel(), target.dtype))
+            # What was published leaves out the peer's own slice.
+            skip = (ring.rank - (ring.rank > peer)) * target.nbytes if of_each else 0
+            target.copy_(mapping.tensor(place, skip, target.numel(), target.dtype))
 
 
-class _Reduction(Pending):
-    __slots__ = ("_full_N", "_out_S")
-
-    def __init__(self, ring: Ring, item: Item, seq: int, out_S: Tensor, full_N: Tensor) -> None:
-        super().__init__(ring, item, seq)
-        self._out_S = out_S
-        self._full_N = full_N
-
-    def complete(self, ring: Ring) -> None:
-        full_N, out_S = self._full_N, self._out_S
-        del self._full_N, self._out_S
-        numel, rank, (seq,) = out_S.numel(), ring.rank, self._seqs
-        parts = [*full_N.view(ring.size, numel).unbind()]
-        for peer, mapping in ring.mappings:
-            ring.await_post(self._item, seq, peer, mapping)
-            place, nbytes = mapping.control.place(seq)
-            # A copy leaves out the peer's own slice, so later slices begin one slice earlier.
-            at = rank if nbytes == full_N.nbytes else rank - (rank > peer)
-            parts[peer] = mapping.tensor(place, at * out_S.nbytes, numel, out_S.dtype)
-        sum_in_rank_order(parts, out_S)
+def _add(ring: Ring, item: Item, seq: int, out_S: Tensor, full_N: Tensor) -> None:
+    """Sum the slices of all ranks for this one."""
+    numel, rank = out_S.numel(), ring.rank
+    parts = [*full_N.view(ring.size, numel).unbind()]
+    for peer, mapping in ring.mappings:
+        ring.await_post(item, seq, peer, mapping)
+        place, nbytes = mapping.control.place(seq)
+        # A copy leaves out the peer's own slice, so later slices begin one slice earlier.
+        at = rank if nbytes == full_N.nbytes else rank - (rank > peer)
+        parts[peer] = mapping.tensor(place, at * out_S.nbytes, numel, out_S.dtype)
+    sum_in_rank_order(parts, out_S)
 
 
-class _Exchange(Pending):
-    __slots__ = ("_slices",)
-
-    def __init__(self, ring: Ring, item: Item, seq: int, slices: Sequence[Tensor]) -> None:
-        super().__init__(ring, item, seq)
-        self._slices = slices
-
-    def complete(self, ring: Ring) -> None:
-        slices, self._slices = self._slices, ()
-        rank, (seq,) = ring.rank, self._seqs
-        for peer, mapping in ring.mappings:
-            ring.await_post(self._item, seq, peer, mapping)
-            target = slices[peer]
-            place, _ = mapping.control.place(seq)
-            at = rank - (rank > peer)  # a copy leaves out the peer's own slice
-            target.copy_(mapping.tensor(place, at * target.nbytes, target.numel(), target.dtype))
+def read_small(ring: Ring, item: Item, seq: int, src: int, flat: Tensor) -> None:
+    """Copy a broadcast out of its slot."""
+    mapping = ring.mapping(src)
+    ring.await_post(item, seq, src, mapping)
+    move_bytes(flat.data_ptr(), mapping.control.inline(seq), flat.nbytes)
 
 
-class _SmallArrival(Pending):
-    __slots__ = ("_flat", "_src")
-
-    def __init__(self, ring: Ring, item: Item, seq: int, src: int, flat: Tensor) -> None:
-        super().__init__(ring, item, seq)
-        self._src = src
-        self._flat = flat
-
-    def complete(self, ring: Ring) -> None:
-        flat, (seq,), mapping = self._flat, self._seqs, ring.mapping(self._src)
-        del self._flat
-        ring.await_post(self._item, seq, self._src, mapping)
-        move_bytes(flat.data_ptr(), mapping.control.inline(seq), flat.nbytes)
+def _read_pieces(ring: Ring, item: Item, src: int, pieces: Mapping[int, Tensor]) -> None:
+    """Copy a large broadcast, piece by piece."""
+    mapping = ring.mapping(src)
+    for seq, piece in pieces.items():
+        ring.await_readers(item, piece)
+        ring.await_post(item, seq, src, mapping)
+        place, _ = mapping.control.place(seq)
+        piece.copy_(mapping.tensor(place, 0, piece.numel(), piece.dtype))
+        ring.control.mark_done(seq)
+        ring.control.notify()  # the source may be in catch_up
 
 
-class _Arrival(Pending):
-    __slots__ = ("_pieces", "_src")
-
-    def __init__(self, ring: Ring, item: Item, pieces: Mapping[int, Tensor], src: int) -> None:
-        super().__init__(ring, item, *pieces)
-        self._src = src
-        self._pieces = pieces
-
-    def complete(self, ring: Ring) -> None:
-        pieces, self._pieces = self._pieces, {}
-        mapping = ring.mapping(self._src)
-        for seq, piece in pieces.items():
-            ring.await_readers(self._item, piece)
-            ring.await_post(self._item, seq, self._src, mapping)
-            place, _ = mapping.control.place(seq)
-            piece.copy_(mapping.tensor(place, 0, piece.numel(), piece.dtype))
-            ring.control.mark_done(seq)
-            ring.control.notify()  # the source may be in catch_up
+def _send_rest(ring: Ring, item: Item, pieces: Mapping[int, Tensor]) -> None:
+    """Publish the pieces after the first ``AHEAD``, each when an earlier one was read."""
+    for seq, piece in list(pieces.items())[AHEAD:]:
+        ring.catch_up(item, seq - AHEAD)
+        ring.post_copy(seq, item, [piece])
+    ring.catch_up(item, max(pieces))
 
 
-class _Departure(Pending):
-    """The source's side of a large broadcast.
+class ShmLink:
+    """All messages from one rank to another one. Both ranks have one, and call it in the same order.
 
-    The first ``AHEAD`` pieces are published at once, each further one when an earlier one was read.
+    A message costs a copy on each side, and a call that wakes the receiver if it sleeps. A message
+    through gloo costs several times as much: a thread of each rank reads and writes sockets. The sender
+    copies a message into a block of its own memory when it starts to send, and does not wait for the
+    receiver. There are as many blocks as messages were ever on their way at once.
+
+    ``ranks``: the sender and the receiver, as global ranks. ``rank``: 0 for the sender, 1 for the
+    receiver.
     """
 
-    __slots__ = ("_pieces",)
+    def __init__(
+        self,
+        meeting: PeerMemory,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        recorder: Recorder,
+        guard: ErrorExplainer | None,
+        timeout_s: float,
+    ) -> None:
+        self._ring = Ring(
+            meeting, rank=rank, ranks=ranks, recorder=recorder, guard=guard or NoExplainer(),
+            timeout_s=timeout_s,
+        )  # fmt: skip
 
-    def __init__(self, ring: Ring, item: Item, pieces: Mapping[int, Tensor]) -> None:
-        super().__init__(ring, item, *pieces)
-        for seq, piece in list(pieces.items())[:AHEAD]:
-            ring.post_copy(seq, item, [piece])
-        self._pieces = pieces
+    def send(self, item: Item, tensor: Tensor) -> Handle:
+        """Start to send. The caller may write its tensor afterwards, and need not wait."""
+        ring = self._ring
+        seq = ring.begin(item)
+        if tensor.numel():
+            ring.post_copy(seq, item, [tensor.detach().view(-1)])
+        else:
+            ring.control.publish(seq, item[2], NOWHERE, 0)
+        ring.control.mark_done(seq)
+        return DONE
 
-    def complete(self, ring: Ring) -> None:
-        pieces, self._pieces = self._pieces, {}
-        for seq, piece in list(pieces.items())[AHEAD:]:
-            ring.catch_up(self._item, seq - AHEAD)
-            ring.post_copy(seq, self._item, [piece])
-        ring.catch_up(self._item, self._seqs[-1])
+    def receive(self, item: Item, tensor: Tensor) -> Handle:
+        """Start to receive into a contiguous tensor."""
+        ring = self._ring
+        seq = ring.begin(item)
+        return Pending(ring, [seq], partial(_read, ring, item, seq, [tensor.detach().view(-1)]))
+
+    def abort(self) -> None:
+        """Make every wait of both ranks for a message that was not sent yet fail now."""
+        self._ring.abort()
+        self._ring.control.close()
+
+    def close(self) -> None:
+        """Send nothing more. What was sent can still be received."""
+        self._ring.close()

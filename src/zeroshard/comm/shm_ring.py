@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from torch import Tensor
@@ -13,9 +13,8 @@ from zeroshard.comm.collectives import (
     ErrorExplainer,
 )
 from zeroshard.comm.host import fate_of
-from zeroshard.comm.peer_memory import PeerMemory
 from zeroshard.comm.recorder import Item, Recorder
-from zeroshard.comm.shared_memory import RING, Block, PeerMapping
+from zeroshard.comm.shared_memory import RING, PeerMapping, PeerMemory
 
 #: Looks at the control block before a wait sleeps. All of them take a few microseconds.
 _LOOKS = 32
@@ -86,15 +85,10 @@ class Ring:
             self.await_read(item, old)
         return seq
 
-    def block(self, nbytes: int, *, slack: int = 2) -> Block:
-        """A free block of at least ``nbytes``."""
-        block: Block = self.arena.take(nbytes, slack=slack)
-        return block
-
     def post_copy(self, seq: int, item: Item, parts: Sequence[Tensor]) -> None:
         """Publish a copy of ``parts``, one after another, so that the caller may write its tensors."""
         nbytes = sum(part.nbytes for part in parts)
-        block = self.block(nbytes)
+        block = self.arena.take(nbytes)
         block.use(block.nbytes)
         begin = 0
         for part in parts:
@@ -207,10 +201,6 @@ class Ring:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def hold(self, pending: Pending, *seqs: int) -> None:
-        """Remember the handle of the collectives ``seqs`` until it has been waited for."""
-        self.pending.update(dict.fromkeys(seqs, pending))
-
     def abort(self) -> None:
         """Make every wait fail from now on."""
         self._aborted = True
@@ -224,24 +214,24 @@ class Ring:
 
 
 class Pending:
-    """A collective in flight, of one or more sequence numbers. Keeps its buffers alive until the wait."""
+    """A collective in flight, of one or more sequence numbers. Keeps its buffers alive until the wait.
 
-    __slots__ = ("_item", "_ring", "_seqs")
+    ``complete`` reads what this rank needs of the other ranks' memory.
+    """
 
-    def __init__(self, ring: Ring, item: Item, *seqs: int) -> None:
-        self._ring: Ring | None = ring
-        self._item = item
-        self._seqs = seqs
-        ring.hold(self, *seqs)
+    __slots__ = ("_seqs", "complete", "ring")
+
+    def __init__(self, ring: Ring, seqs: Iterable[int], complete: Callable[[], None]) -> None:
+        self.ring: Ring | None = ring
+        self.complete: Callable[[], None] | None = complete
+        self._seqs = tuple(seqs)
+        ring.pending.update(dict.fromkeys(self._seqs, self))
 
     def wait(self) -> None:
-        ring, self._ring = self._ring, None
-        if ring is not None:
-            self.complete(ring)
+        ring, self.ring = self.ring, None
+        complete, self.complete = self.complete, None
+        if ring is not None and complete is not None:
+            complete()
             for seq in self._seqs:
                 ring.control.mark_done(seq)
                 ring.pending.pop(seq, None)
-
-    def complete(self, ring: Ring) -> None:
-        """Read what this rank needs of the other ranks' memory."""
-        raise NotImplementedError

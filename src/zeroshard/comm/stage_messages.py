@@ -6,7 +6,7 @@ send it, the receiver when it starts to receive it. torch matches the messages o
 order, so both records are equal as far as both have come. The watchdog can then follow a channel as a
 group of two ranks: it sees that a rank waits for message 7, and that the other rank has started 6.
 
-Messages of CPU ranks on one host go through shared memory (:mod:`zeroshard.comm.shm_messages`), others
+Messages of CPU ranks on one host go through shared memory (:mod:`zeroshard.comm.shm`), others
 through torch's process group. What a message costs the host besides: one record, and two assignments
 around its wait.
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zeroshard.comm.collectives import Handle
 from zeroshard.comm.recorder import Item, Recorder
-from zeroshard.comm.shm_messages import ShmLink
+from zeroshard.comm.shm import ShmLink
 
 
 class Channel(NamedTuple):

@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from zeroshard.comm.flight_recorder import rank_ranges
+from zeroshard.core.texts import rank_ranges
 from zeroshard.errors import RankLate
-from zeroshard.run.blame import tell_launcher
+from zeroshard.run.exit_report import tell_launcher
 
 CHECK_S = 0.25  # how often a waiting rank asks whether the missing ranks still live
 NOTHING = torch.empty(0, dtype=torch.uint8)  # Recorder.enter needs a tensor

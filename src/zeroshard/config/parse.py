@@ -43,7 +43,7 @@ from zeroshard.config.params import (
     TORCH_SCHEDULERS,
     UNAVAILABLE_OPTIMIZERS,
 )
-from zeroshard.core.hidden import without_secrets
+from zeroshard.core.texts import without_secrets
 from zeroshard.errors import ConfigError
 
 S = TypeVar("S", bound=Section)

@@ -36,9 +36,9 @@ from zeroshard.config.parse import (
 )
 from zeroshard.config.schema import Config
 from zeroshard.config.sections import MonitorSections
-from zeroshard.core.hidden import without_secrets
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.mesh_sources import MeshSource, ResolvedMesh
+from zeroshard.core.texts import without_secrets
 from zeroshard.errors import ConfigError
 
 NOT_GUESSED = {

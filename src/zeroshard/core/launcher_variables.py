@@ -1,11 +1,16 @@
-"""The variables by which launchers number the processes that they start."""
+"""The variables by which launchers number the processes that they start, and those of a SLURM job.
+
+``SLURM_*`` are read as the manual pages of ``srun`` and ``sbatch`` describe them.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from zeroshard.core.slurm import is_in_step
+from zeroshard.errors import LaunchError
 
 
 class Numbering(NamedTuple):
@@ -63,3 +68,111 @@ def numbering_of(env: Mapping[str, str], *, mpi: bool = True) -> Numbering | Non
                 return row._replace(world_size="SLURM_STEP_NUM_TASKS")
         return row
     return None
+
+
+# Steps that SLURM itself starts (batch script, interactive shell, extern) have this id or a higher one.
+_FIRST_OWN_STEP = 0xFFFFFFF0
+
+_ITEM = re.compile(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJob:
+    """The allocation and, inside a step, the numbers of this task."""
+
+    job_id: int
+    hosts: tuple[str, ...]
+    in_step: bool
+    proc_id: int
+    local_id: int
+    node_id: int
+    num_tasks: int
+    tasks_per_node: int
+    step: int = 0
+    tasks_here: int = 0
+
+    @property
+    def one_rank_per_task(self) -> bool:
+        """Whether a node has several tasks, so that each task is meant to be a rank."""
+        return self.in_step and self.num_tasks > len(self.hosts)
+
+    @property
+    def port(self) -> int:
+        """The rendezvous port, made from the ids, since steps that share a node need different ones."""
+        return 20000 + (self.job_id + 997 * self.step) % 10000
+
+
+def read_slurm(env: Mapping[str, str]) -> SlurmJob | None:
+    """The SLURM job that ``env`` describes; None outside of a job."""
+    if "SLURM_JOB_ID" not in env:
+        return None
+    nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    hosts = expand_nodelist(nodelist) or ("localhost",)
+    in_step, node_id = is_in_step(env), _number(env, "SLURM_NODEID", 0)
+    tasks = _per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return SlurmJob(
+        job_id=_number(env, "SLURM_JOB_ID", 0),
+        hosts=hosts,
+        in_step=in_step,
+        proc_id=_number(env, "SLURM_PROCID", 0),
+        local_id=_number(env, "SLURM_LOCALID", 0),
+        node_id=node_id,
+        num_tasks=_number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1)),
+        tasks_per_node=_number(env, "SLURM_NTASKS_PER_NODE", 0),
+        step=_number(env, "SLURM_STEP_ID", 0) if in_step else 0,
+        tasks_here=tasks[node_id] if node_id < len(tasks) else 0,
+    )
+
+
+def is_in_step(env: Mapping[str, str]) -> bool:
+    """Whether ``srun`` started this process.
+
+    A shell of ``salloc`` and a script of ``sbatch`` have the number of tasks too, but are no tasks.
+    """
+    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
+    return step.isdigit() and int(step) < _FIRST_OWN_STEP
+
+
+def expand_nodelist(text: str) -> tuple[str, ...]:
+    """The host names of a SLURM node list, in its order.
+
+    >>> expand_nodelist("n[01-03,07],login,r[1-2]c[8]")
+    ('n01', 'n02', 'n03', 'n07', 'login', 'r1c8', 'r2c8')
+    """
+    names: list[str] = []
+    for item in _ITEM.findall(text.replace(" ", "")):
+        if item:
+            names.extend(_expand(item, text))
+    return tuple(names)
+
+
+def _expand(item: str, text: str) -> list[str]:
+    """The host names of one item of the list. Several brackets give all combinations."""
+    head, bracket, rest = item.partition("[")
+    if not bracket:
+        return [head]
+    ranges, closing, tail = rest.partition("]")
+    heads: list[str] = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None or not closing:
+            raise LaunchError(f"SLURM node list {text!r}: cannot read {part!r} in {item!r}.")
+        low, high = match[1], match[2] or match[1]
+        heads += [f"{head}{n:0{len(low)}d}" for n in range(int(low), int(high) + 1)]
+    tails = _expand(tail, text)
+    return [one + two for one in heads for two in tails]
+
+
+def _per_node(text: str) -> list[int]:
+    """Tasks of each node: ``"2(x2),1"`` is ``[2, 2, 1]``."""
+    counts: list[int] = []
+    for part in text.split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
+            counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "")
+    return int(text) if text.isdigit() else default

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.device.accelerator import AcceleratorOps
-from zeroshard.device.cuda import CudaOps, why_unusable
+from zeroshard.device.accelerator import AcceleratorOps, CudaOps, why_unusable
 from zeroshard.device.ops import DeviceOps
 from zeroshard.errors import LaunchError, UsageError
 

@@ -2,9 +2,9 @@
 
 :class:`DeviceOps` serves the CPU, where work is done when a call returns, so most methods do nothing.
 :class:`~zeroshard.device.accelerator.AcceleratorOps` serves every accelerator that ``torch.accelerator``
-knows, and :class:`~zeroshard.device.cuda.CudaOps` adds what only CUDA has. An object that needs the
-device gets the ops of its device when it is built (:func:`zeroshard.device.choice.ops_of`). From then on
-it does not ask which kind of device that is.
+knows, and :class:`~zeroshard.device.accelerator.CudaOps` adds what only CUDA has. An object that needs
+the device gets the ops of its device when it is built (:func:`zeroshard.device.choice.ops_of`). From then
+on it does not ask which kind of device that is.
 
 [Note: aborted collectives] When a rank is lost, the collectives that wait for it never end, and with
 them every host wait for the device. So the watchdog aborts the communicators. The device then goes on

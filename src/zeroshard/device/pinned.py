@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.device.accelerator import forget_error, host_registrar
 from zeroshard.device.choice import ops_of
-from zeroshard.device.cuda import forget_error, host_registrar
-from zeroshard.memory.direct_io import PAGE_NBYTES, aligned_bytes, round_to_page
 from zeroshard.memory.host_limits import gib, host_limits
+from zeroshard.memory.host_memory import PAGE_NBYTES, aligned_bytes, round_to_page
 
 logger = logging.getLogger("zeroshard")
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from zeroshard.run.listening import listening_addresses
+from zeroshard.run.address import listening_addresses
 
 SMALL, LARGE = 2, 1 << 22  # fp32 elements: 8 bytes and 16 MiB
 ROUNDS = 5

@@ -28,10 +28,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from zeroshard.core.files import free_nbytes, turn_direct
-from zeroshard.core.filesystems import filesystem_of
+from zeroshard.core.files import filesystem_of, free_nbytes, turn_direct
 from zeroshard.memory.host_limits import ROOT, HostLimits, cgroup_folders, host_limits
-from zeroshard.run.variables import variables_of_behaviour
+from zeroshard.run.run_folder import variables_of_behaviour
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "safetensors")
 """Packages whose versions are told. A missing one is no fault."""

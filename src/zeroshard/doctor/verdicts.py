@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zeroshard.core.filesystems import medium_of
+from zeroshard.core.files import medium_of
 from zeroshard.doctor.facts import Facts, ProbeOutcome
 from zeroshard.launch.resources import BARE_RANK_NBYTES, SMALL_SHM_NBYTES
 from zeroshard.memory.host_limits import gib

@@ -24,6 +24,7 @@ from zeroshard.checkpoint.local_state import LocalState
 from zeroshard.comm.dtensors import groups_over
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.comm.layer_calls import announced
+from zeroshard.comm.process_group import register
 from zeroshard.config import Config, LoadedConfig
 from zeroshard.core.layout import Slot, is_counted, is_split
 from zeroshard.core.mesh import HOLDERS, Mesh
@@ -51,7 +52,7 @@ from zeroshard.engine.shared_units import (
 from zeroshard.engine.unit_plan import layout_digest, layout_lines
 from zeroshard.errors import in_short
 from zeroshard.experts.placement import sizes_of_buffers
-from zeroshard.memory.malloc import return_large_blocks
+from zeroshard.memory.host_memory import return_large_blocks
 from zeroshard.metrics.observe import Observer
 from zeroshard.parallel.initial_values import ValuesByName
 from zeroshard.parallel.program_parts import connect_parts
@@ -143,8 +144,6 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         tell_launcher(told, draft.loaded)
     try:
         if settings.registered_memory:
-            from zeroshard.comm.registered import register
-
             watch.memory_line = register(watch.comms_of_units, draft.device)
         return _assemble(draft, watch, make_hooks)
     except BaseException as error:

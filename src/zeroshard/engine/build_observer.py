@@ -22,8 +22,7 @@ from zeroshard.engine.draft import Draft
 from zeroshard.metrics.observe import Observer
 from zeroshard.metrics.run_log import JsonLines, RunLog, file_name, note_in
 from zeroshard.metrics.step_stream import StepStream
-from zeroshard.run.run_folder import RECORD_FORMAT, attempt, make_run_folder
-from zeroshard.run.variables import variables_of_behaviour
+from zeroshard.run.run_folder import RECORD_FORMAT, attempt, make_run_folder, variables_of_behaviour
 from zeroshard.session.comm_session import CommSession
 from zeroshard.version import __version__
 from zeroshard.watchdog.settings import WatchdogSettings

@@ -13,16 +13,13 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.dtensors import local_of
-from zeroshard.comm.hops import TwoHops
-from zeroshard.comm.nested import NestedComm
-from zeroshard.comm.quantized import QuantizedSums
-from zeroshard.comm.wire import wire_nbytes
+from zeroshard.comm.hops import NestedComm, TwoHops
+from zeroshard.comm.quantized import QuantizedSums, wire_nbytes
 from zeroshard.config import Config
 from zeroshard.config.mesh_keys import keeps_node_sums, shares_params_in_nodes
 from zeroshard.core.layout import is_split
 from zeroshard.core.ledger import Ledger
-from zeroshard.core.nbytes import UnitBytes, state_nbytes
-from zeroshard.core.stages import STAGES, Stage
+from zeroshard.core.stages import STAGES, Stage, UnitBytes, state_nbytes
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.draft import Draft
 from zeroshard.engine.out_of_memory import check_memory, new_nbytes, passing_nbytes, states_only

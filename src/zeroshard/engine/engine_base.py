@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.dtensors import whole_of
 from zeroshard.config import LoadedConfig
-from zeroshard.core.nbytes import state_nbytes
+from zeroshard.core.stages import state_nbytes
 from zeroshard.device.choice import read
 from zeroshard.engine import out_of_memory
 from zeroshard.engine.build import EngineParts

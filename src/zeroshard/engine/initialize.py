@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.comm.env import local_device
 from zeroshard.comm.mesh_objects import mesh_sources
-from zeroshard.core.sizes import number_of
+from zeroshard.core.texts import number_of
 from zeroshard.data.data_loader import check_dataset
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.restarts import resume as load_newest

@@ -21,8 +21,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.config import Config
+from zeroshard.core.texts import rank_ranges
 from zeroshard.device.choice import read
 from zeroshard.errors import LossScaleError, NonFiniteError
 

@@ -29,9 +29,8 @@ from zeroshard.comm.host import host_number
 from zeroshard.config import Config
 from zeroshard.core.layout import UnitLayout
 from zeroshard.core.ledger import RESTING, TEMPORARY, TRANSPORT, Key, Ledger
-from zeroshard.core.nbytes import UnitBytes, state_nbytes
-from zeroshard.core.sizes import mib, size_text
-from zeroshard.core.stages import Stage
+from zeroshard.core.stages import Stage, UnitBytes, state_nbytes
+from zeroshard.core.texts import mib, size_text
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.device.choice import ops_of, read
 from zeroshard.engine.remedies import (
@@ -45,10 +44,9 @@ from zeroshard.engine.remedies import (
     search_lines,
 )
 from zeroshard.errors import HostMemoryError
-from zeroshard.memory.host_limits import host_limits
+from zeroshard.memory.host_limits import host_limits, read_peak_rss_nbytes, read_rss_nbytes
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.policy import DtypeRow
-from zeroshard.run.cgroup import read_peak_rss_nbytes, read_rss_nbytes
 from zeroshard.zero.sharded_parameter import owner_of
 
 _SIZES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_map
 
-from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.layer_calls import announced
 from zeroshard.core.mesh import Mesh
+from zeroshard.core.texts import rank_ranges
 from zeroshard.device.choice import read
 from zeroshard.errors import UsageError
 from zeroshard.parallel.cut import OwnLoss

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from zeroshard.comm.host import host_number
 from zeroshard.core.ledger import Key
-from zeroshard.core.nbytes import UnitBytes, state_nbytes
-from zeroshard.core.stages import Stage
+from zeroshard.core.stages import Stage, UnitBytes, state_nbytes
 from zeroshard.core.tiers import Tier
 from zeroshard.device.choice import ops_of, read
 from zeroshard.engine.draft import Draft

@@ -1,6 +1,6 @@
 """Finds changes of a run that free device memory, and the command that looks for what fits.
 
-The changes are pure functions of the plan's bytes (:mod:`zeroshard.core.nbytes`). From what a higher
+The changes are pure functions of the plan's bytes (:mod:`zeroshard.core.stages`). From what a higher
 stage saves, the full parameters and gradients that it holds for a moment are taken off. What a smaller
 micro-batch or checkpointing frees is a part of the activations that were measured, down to what the end
 of a backward and the update hold without them.
@@ -32,8 +32,7 @@ from zeroshard.config import LoadedConfig
 from zeroshard.config.resolve import WATCHERS
 from zeroshard.core.files import write_for_this_user
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.nbytes import UnitBytes, state_nbytes
-from zeroshard.core.stages import STAGES
+from zeroshard.core.stages import STAGES, UnitBytes, state_nbytes
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.run.run_folder import make_run_folder

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.core.layout import is_split
+from zeroshard.core.texts import rank_ranges
 from zeroshard.device.choice import read
 from zeroshard.engine.draft import Draft
 from zeroshard.engine.unit_plan import UnitSpec

@@ -28,7 +28,7 @@ from zeroshard.engine.pipeline import (
 from zeroshard.engine.restarts import Preemption
 from zeroshard.errors import UsageError
 from zeroshard.metrics.step_report import StepReport, learning_rates
-from zeroshard.precision.casting import cast_floats
+from zeroshard.precision.policy import cast_floats
 
 logger = logging.getLogger("zeroshard")
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from torch import nn
 from zeroshard.comm.dtensors import local_of
 from zeroshard.config import Config
 from zeroshard.core.layout import Slot, SlotBlock, UnitLayout, is_split, pack
-from zeroshard.core.nbytes import StateBytes, UnitBytes
+from zeroshard.core.stages import StateBytes, UnitBytes
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.wrapping import WrapPlan, largest_block_numel, plan_wrapping
 from zeroshard.errors import UnsupportedError, UsageError

@@ -46,23 +46,23 @@ from zeroshard.launch.guardian import Guardian
 from zeroshard.launch.resources import bound
 from zeroshard.launch.streams import Streams
 from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerSupervisor
-from zeroshard.memory.host_limits import host_limits
-from zeroshard.run.blame import BLAME_VARIABLE, read_blame
-from zeroshard.run.cgroup import (
+from zeroshard.memory.host_limits import (
+    host_limits,
     read_oom_counters,
     read_rss_nbytes,
     read_shm_nbytes,
 )
 from zeroshard.run.exit_report import (
+    BLAME_VARIABLE,
     EXIT_SURVIVOR,
     ExitReport,
     KernelCounters,
     RankExit,
     build_report,
+    read_blame,
 )
-from zeroshard.run.kept_exit import keep_exit
 from zeroshard.run.recordings import remove_if_ended
-from zeroshard.run.run_folder import RUN_ID_VARIABLE, attempt
+from zeroshard.run.run_folder import RUN_ID_VARIABLE, attempt, keep_exit
 
 _TICK_S = 0.02
 _RSS_EVERY_S = 1.0

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from zeroshard.errors import LaunchError
 from zeroshard.launch import relay
-from zeroshard.run.listening import interface_socket, listening_socket
+from zeroshard.run.address import interface_socket, listening_socket
 
 LOOPBACK = "127.0.0.1"
 _TIMEOUT = timedelta(seconds=900)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroshard.core.slurm import SlurmJob, read_slurm
+from zeroshard.core.launcher_variables import SlurmJob, read_slurm
 from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Host, check_filters, parse_hostfile, select
 from zeroshard.launch.options import (

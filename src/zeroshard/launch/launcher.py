@@ -60,10 +60,8 @@ from zeroshard.launch.restarting import (
     restart_srun,
     start_nodes,
 )
-from zeroshard.memory.host_limits import host_limits
-from zeroshard.run.address import check_address
-from zeroshard.run.cgroup import read_shm_nbytes
-from zeroshard.run.listening import gloo_on_loopback
+from zeroshard.memory.host_limits import host_limits, read_shm_nbytes
+from zeroshard.run.address import check_address, gloo_on_loopback
 from zeroshard.run.run_folder import ATTEMPT_VARIABLE, RUN_ID_VARIABLE, new_run_id
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 
-from zeroshard.core.launcher_variables import TORCHRUN, numbering_of
-from zeroshard.core.slurm import SlurmJob
+from zeroshard.core.launcher_variables import TORCHRUN, SlurmJob, numbering_of
 from zeroshard.errors import LaunchError
 
 # Prefixes of the variables that are passed to other hosts.

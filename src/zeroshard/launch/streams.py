@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from zeroshard.run.traces import starts_trace, without_ranks
+from zeroshard.run.exit_report import starts_trace, without_ranks
 
 _TAIL_NBYTES = 128 << 10
 _LINE_NBYTES = 64 << 10

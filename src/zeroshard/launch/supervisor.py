@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from zeroshard.run.cgroup import is_stopped
+from zeroshard.memory.host_limits import is_stopped
 from zeroshard.run.exit_report import RankExit
 
 

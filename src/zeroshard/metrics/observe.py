@@ -16,8 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from zeroshard.comm.entries import Entry
-from zeroshard.comm.recorder import Recorder
+from zeroshard.comm.recorder import Entry, Recorder
 from zeroshard.config import Config
 from zeroshard.core.ledger import RESTING, TEMPORARY, Ledger
 from zeroshard.metrics.monitors import BLOCKED_S, Monitors

@@ -5,7 +5,7 @@ and for each warning of the library, and the last line says how it ended. A thre
 (:mod:`zeroshard.metrics.monitors`), so that a process that is killed loses the last step at most.
 
 Of the environment only the variables that change behaviour are written
-(:func:`zeroshard.run.variables.variables_of_behaviour`), and no secrets of the configuration.
+(:func:`zeroshard.run.run_folder.variables_of_behaviour`), and no secrets of the configuration.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 import torch
 
 from zeroshard.comm.recorder import Recorder
-from zeroshard.core.sizes import GIB
+from zeroshard.core.texts import GIB
 from zeroshard.device.ops import DeviceOps, HostValues, Mark
 from zeroshard.errors import DistributedError
+from zeroshard.memory.host_limits import read_peak_rss_nbytes
 from zeroshard.metrics.sinks import Event
 from zeroshard.metrics.step_report import StepReport
-from zeroshard.run.cgroup import read_peak_rss_nbytes
 
 PREFIX = "Train/Samples/"
 MEMORY_EVERY = 10

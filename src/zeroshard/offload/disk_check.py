@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroshard.core.files import free_nbytes
-from zeroshard.core.filesystems import filesystem_of, medium_of
+from zeroshard.core.files import filesystem_of, free_nbytes, medium_of
 from zeroshard.errors import DiskError
-from zeroshard.memory.direct_io import PAGE_NBYTES, aligned_bytes
+from zeroshard.memory.host_memory import PAGE_NBYTES, aligned_bytes
 from zeroshard.offload.swap_file import BLOCK_NBYTES, Extent, SwapFile
 
 __all__ = [

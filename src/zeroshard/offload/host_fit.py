@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from zeroshard.core.sizes import size_text
+from zeroshard.core.texts import size_text
 from zeroshard.errors import HostMemoryError
 from zeroshard.memory.host_limits import HostLimits
 

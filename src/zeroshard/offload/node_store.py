@@ -1,6 +1,6 @@
 """Stores the shards that the ranks at one place of all nodes own: the second shards of hpZ (ZeRO++).
 
-A unit is sharded over W = I O ranks, O nodes of I (:mod:`zeroshard.comm.nested`). Between steps a rank
+A unit is sharded over W = I O ranks, O nodes of I (:mod:`zeroshard.comm.hops`). Between steps a rank
 has memory for its node part ``[M]``, M = N / I, and its own shard is a slice of it. After an update only
 the shard is valid. The next all-gather fetches the other shards of the part from the other nodes. From
 then on, until the next update, the unit is gathered inside the node. So parameters pass between nodes
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zeroshard.comm.nested import NestedComm
+from zeroshard.comm.hops import NestedComm
 from zeroshard.offload.shard_store import MemoryShardStore
 
 if TYPE_CHECKING:

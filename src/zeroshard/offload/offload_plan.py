@@ -1,7 +1,7 @@
 """Plans which state of a rank is stored outside the device, and how many bytes that takes.
 
 Pure functions of the DeepSpeed keys ``offload_optimizer`` and ``offload_param``. The bytes equal what
-:func:`zeroshard.core.nbytes.state_nbytes` counts.
+:func:`zeroshard.core.stages.state_nbytes` counts.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import torch
 
 from zeroshard.config import Config
 from zeroshard.core.layout import UnitLayout
-from zeroshard.core.nbytes import UnitBytes
-from zeroshard.core.stages import STAGES
+from zeroshard.core.stages import STAGES, UnitBytes
 from zeroshard.core.tiers import TIERS, Placement, Span, Tier, place
 from zeroshard.device.pinned import slot_nbytes
 from zeroshard.errors import UnsupportedError
-from zeroshard.memory.direct_io import round_to_page
+from zeroshard.memory.host_memory import round_to_page
 from zeroshard.offload import staged_shard_store
 from zeroshard.offload.host_chunk import SHARED_BUFFERS
 from zeroshard.offload.pager import page_nbytes, slot_sizes

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zeroshard.memory.direct_io import round_to_page
+from zeroshard.memory.host_memory import round_to_page
 from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
 
 SLOTS = 5

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.core.ledger import Ledger
-from zeroshard.memory.direct_io import PAGE_NBYTES, round_to_page
+from zeroshard.memory.host_memory import PAGE_NBYTES, round_to_page
 from zeroshard.offload.swap_file import BLOCK_NBYTES, THREADS, Extent, SwapFile, Transfer
 
 _ENDED = threading.Event()

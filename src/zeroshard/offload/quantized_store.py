@@ -1,6 +1,6 @@
 """Stores the shard of a unit that is gathered in 8 bits per element (qwZ of ZeRO++).
 
-The shard is exact. What travels is its wire (:mod:`zeroshard.comm.wire`), and every rank computes
+The shard is exact. What travels is its wire (:mod:`zeroshard.comm.quantized`), and every rank computes
 with what the wires stand for, this rank's own part included. So all ranks have equal parameters. They
 differ from the shards by up to 1/254 of the largest magnitude among 64 neighbours. Updates, checkpoints
 and exports use the exact shards.
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zeroshard.comm.nested import NestedComm
-from zeroshard.comm.quantized import Then
-from zeroshard.comm.wire import from_wire, to_wire, wire_nbytes
+from zeroshard.comm.collectives import Then
+from zeroshard.comm.hops import NestedComm
+from zeroshard.comm.quantized import from_wire, to_wire, wire_nbytes
 from zeroshard.offload.shard_store import MemoryShardStore
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class QuantizedShardStore(MemoryShardStore):
     """A shard in device memory whose unit is gathered in 8 bits, and the wire that was sent last.
 
     ``comm`` gathers the unit. ``in_node``: the store keeps the wires of its place in all nodes; ``comm``
-    is a :class:`~zeroshard.comm.nested.NestedComm` then.
+    is a :class:`~zeroshard.comm.hops.NestedComm` then.
     """
 
     def __init__(self, shard_S: Tensor, comm: Comm, *, in_node: bool) -> None:
@@ -73,7 +73,7 @@ class QuantizedShardStore(MemoryShardStore):
             handle = comm.gather_from_node(flat, self._wires.view(-1), name=name)
         else:
             handle = comm.gather_through(flat, self._wires.view(-1), self._own, name=name)
-        return Then(handle, lambda: fill(full_N, wires))
+        return Then(lambda: fill(full_N, wires), handle)
 
     def close_gather(self, part_S: Tensor) -> None:
         """See :class:`~zeroshard.offload.shard_store.ShardStore`."""

@@ -22,7 +22,7 @@ from zeroshard.core.tiers import Tier
 from zeroshard.device.choice import choose_device, memory_nbytes, ops_of
 from zeroshard.device.copy_streams import CopyStreams, CudaCopyStreams
 from zeroshard.device.pinned import HostArena, slot_nbytes
-from zeroshard.memory.malloc import return_large_blocks
+from zeroshard.memory.host_memory import return_large_blocks
 from zeroshard.memory.storage import WEIGHTS_NBYTES, WEIGHTS_OWNER, weights_for
 from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.offload.early_update import EarlyUpdates

@@ -31,16 +31,16 @@ from zeroshard.core.files import free_nbytes, reason
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DiskError
-from zeroshard.memory.direct_io import (
+from zeroshard.memory.host_memory import (
     PAGE_NBYTES,
     aligned_bytes,
     allocate,
+    host_access,
     memory_at,
     open_unnamed,
     round_to_page,
     turn_direct,
 )
-from zeroshard.memory.host_access import host_access
 
 __all__ = ["BLOCK_NBYTES", "PAGE_NBYTES", "Extent", "SwapFile", "Transfer", "aligned_bytes"]
 

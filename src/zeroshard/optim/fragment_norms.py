@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from zeroshard.memory import host_access
+from zeroshard.memory import host_memory
 from zeroshard.optim.fused_update import PIECE_NUMEL, threads_for
 
 Part = tuple[Tensor, Sequence[tuple[int, int]]]
@@ -52,8 +52,8 @@ class CompiledNorms:
         array = (ctypes.c_int64 * (3 * len(cuts)))(*chain.from_iterable(cuts))
         addresses = (ctypes.c_void_p * len(parts))(*[grad_R.data_ptr() for grad_R, _ in parts])
         norms = torch.empty(len(cuts), dtype=torch.float32)
-        if host_access.listeners:
-            host_access.host_access(reads=[grad_R for grad_R, _ in parts], writes=[norms])
+        if host_memory.listeners:
+            host_memory.host_access(reads=[grad_R for grad_R, _ in parts], writes=[norms])
         self._call(
             *(addresses, array, len(cuts), norms.data_ptr()),
             *(max(1, threads), max(1, piece_numel)),

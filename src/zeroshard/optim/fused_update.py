@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.memory import host_access
+from zeroshard.memory import host_memory
 
 PIECE_NUMEL = 2**18
 """Elements of a piece. AdamW needs 5 MB for them, which the last-level cache holds."""
@@ -148,8 +148,8 @@ class CompiledAdam:
             entry.decoupled = group["decoupled_weight_decay"]
             entry.maximize = group["maximize"]
         addresses = (ctypes.c_void_p * len(grads))(*[grad.data_ptr() for grad in grads])
-        if host_access.listeners:
-            host_access.host_access(reads=[*grads], writes=spans.tensors)
+        if host_memory.listeners:
+            host_memory.host_access(reads=[*grads], writes=spans.tensors)
         self._calls[grads[0].dtype](
             *(spans.array, len(spans.array), options, addresses, factor),
             *(max(1, threads), max(1, piece_numel)),

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.device.choice import ops_of
-from zeroshard.memory.host_access import kernel_access
+from zeroshard.memory.host_memory import kernel_access
 from zeroshard.optim.fused_update import UpdateKernel
 
 BLOCK = 2048

@@ -29,7 +29,7 @@ from zeroshard.comm.dtensors import has_dtensor
 from zeroshard.comm.shared_memory import Windows, window_listeners
 from zeroshard.core.ledger import TRANSPORT, Ledger
 from zeroshard.core.tiers import Tier
-from zeroshard.memory.direct_io import aligned_listeners
+from zeroshard.memory.host_memory import aligned_listeners
 from zeroshard.memory.storage import resize_listeners
 
 _FRAMES = 40

@@ -14,7 +14,7 @@ from zeroshard.config import Config
 from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.mesh_sources import resolve_mesh
-from zeroshard.core.sizes import gib_text
+from zeroshard.core.texts import gib_text
 from zeroshard.errors import UsageError
 from zeroshard.experts.dispatch import all_tokens_here
 from zeroshard.experts.layer import MoE

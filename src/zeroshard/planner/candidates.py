@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from zeroshard.core.hidden import without_secrets
+from zeroshard.core.texts import without_secrets
 from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.planner.plan import Plan
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from zeroshard.comm.simulation import lone_rank
 from zeroshard.config.machine_file import MachineFile
-from zeroshard.core.sizes import gib_text
+from zeroshard.core.texts import gib_text
 from zeroshard.engine.remedies import Remedy, Run, changes, smaller_batches
 from zeroshard.errors import ConfigError, UnsupportedError, UsageError
 from zeroshard.planner.candidates import Strategy

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeroshard.config.machine_file import MachineFile, Values
-from zeroshard.core.sizes import gib_text
+from zeroshard.core.texts import gib_text
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import UsageError
 from zeroshard.planner.candidates import (

@@ -17,7 +17,7 @@ from zeroshard.config.machine_file import MachineFile, Number, check_links
 from zeroshard.config.parse import read_source
 from zeroshard.core.ledger import TEMPORARY
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.sizes import gib, gib_text
+from zeroshard.core.texts import gib, gib_text
 from zeroshard.errors import UsageError
 from zeroshard.parallel.schedules import settled_after
 from zeroshard.planner.assumptions import (

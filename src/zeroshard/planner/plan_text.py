@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from zeroshard.core.hidden import HIDDEN
-from zeroshard.core.sizes import gib, gib_text
+from zeroshard.core.texts import HIDDEN, gib, gib_text
 from zeroshard.planner.assumptions import PROCESS_NBYTES
 from zeroshard.planner.candidates import Candidate, Fit, Judged, StrategyKind
 from zeroshard.planner.checkpoint_phases import CheckpointNeeds

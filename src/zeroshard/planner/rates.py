@@ -29,9 +29,9 @@ from zeroshard.comm.connect import make_comm
 from zeroshard.comm.env import current_rank_info
 from zeroshard.config.machine_file import rate_at
 from zeroshard.engine.engine import Engine
+from zeroshard.memory.host_limits import read_rss_nbytes
 from zeroshard.planner.prices import sent_part, updated_by
 from zeroshard.planner.step_log import attention_backward_flop, attention_flop
-from zeroshard.run.cgroup import read_rss_nbytes
 from zeroshard.session.join import init_distributed
 
 Points = list[tuple[float, float]]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from zeroshard.comm.collectives import ProcessGroupComm, RecordedComm
-from zeroshard.comm.gloo import GlooComm
+from zeroshard.comm.collectives import RecordedComm
 from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.comm.planned import PlannedShm, nodes_of
+from zeroshard.comm.process_group import GlooComm, ProcessGroupComm
 from zeroshard.comm.shm import ShmComm
 from zeroshard.comm.simulation import CallLog, lone_rank
 from zeroshard.config import load_config

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from zeroshard.comm.collectives import RecordedComm
-from zeroshard.comm.entries import Entry
-from zeroshard.comm.recorder import Recorder
+from zeroshard.comm.recorder import Entry, Recorder
 from zeroshard.comm.simulation import CallLog, Histories
 from zeroshard.comm.stage_messages import StageMessages
 from zeroshard.planner.allocations import Allocations, Held

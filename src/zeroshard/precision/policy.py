@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Mode = Literal["plain", "bf16", "fp16"]
 _MODE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -144,3 +144,14 @@ def _dtype(word: str | None) -> torch.dtype | None:
 
 def _word(dtype: torch.dtype | None, otherwise: str = "") -> str:
     return otherwise if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors of a nested structure in ``dtype``; everything else as it is."""
+    if isinstance(tree, Tensor):
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    if isinstance(tree, dict):
+        return {key: cast_floats(value, dtype) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(cast_floats(item, dtype) for item in tree)
+    return tree

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zeroshard.core.sizes import GIB, gib, gib_text
+from zeroshard.core.texts import GIB, gib, gib_text
 from zeroshard.report.figures import ROWS, Figure, area_chart, bar_chart, render
 
 MAX_UNITS = 10

@@ -4,6 +4,10 @@ A run is what one command starts: all ranks, and all attempts of a launcher that
 host its ranks share one folder. Ranks of other hosts have a folder of the same name there, unless the
 directory is shared. Files of one process have its number in their names, so that processes never write
 the same file.
+
+The launcher keeps its report of a run that failed there (:func:`keep_exit`). It does not read the
+configuration of the program. If that names another directory (``trust.dump_dir``), rank 0 writes the path
+of the folder into :func:`pointer`. The launcher removes it.
 """
 
 from __future__ import annotations
@@ -20,9 +24,12 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zeroshard.core.files import is_mine
+from zeroshard.core.files import is_mine, write_for_this_user
+from zeroshard.core.texts import without_secrets
+from zeroshard.run.exit_report import ExitReport
 from zeroshard.run.recordings import pid_space
 
 RUN_ID_VARIABLE = "ZEROSHARD_RUN_ID"
@@ -221,3 +228,94 @@ def _exists(pid: int) -> bool:
     except (OSError, OverflowError):  # another user's, or no number of a process
         return True
     return True
+
+
+_DUMP_DIR = "ZEROSHARD_DUMP_DIR"
+
+
+@dataclass(frozen=True)
+class KeptExit:
+    """What one launcher said about its ranks. ``at``: seconds since 1970. ``root``: the first cause."""
+
+    attempt: int
+    host: str
+    at: float
+    lines: tuple[str, ...]
+    root: int | None
+    consequence: bool
+    trace: str
+    exitcode: int
+
+
+def pointer(environ: Mapping[str, str]) -> Path | None:
+    """The file that says where the folder of this run is; None if no launcher of ours started it."""
+    return default_root() / f"{run_id(environ)}.folder" if environ.get(RUN_ID_VARIABLE) else None
+
+
+def point_to(folder: Path, environ: Mapping[str, str]) -> None:
+    """Tell this run's launcher that the run's folder is ``folder``. Quiet if that cannot be written."""
+    path = pointer(environ)
+    if path is not None and folder.parent != path.parent:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_for_this_user(path, str(folder.resolve()))
+
+
+def keep_exit(report: ExitReport, attempt: int, environ: Mapping[str, str]) -> Path | None:
+    """Write ``exit-HOST-ATTEMPT.json`` if a rank failed. ``environ``: that of the ranks.
+
+    Returns the folder of the run if ranks have left records there.
+    """
+    path = pointer(environ)
+    folder: Path | None = None
+    with contextlib.suppress(OSError):
+        if path is not None and path.exists():
+            folder = Path(path.read_text())
+            path.unlink()
+    if not report.exitcode or report.interrupted:
+        return None
+    host = socket.gethostname()
+    with contextlib.suppress(OSError):
+        folder = folder or make_run_folder(environ.get(_DUMP_DIR) or None, environ)
+        kept = KeptExit(
+            attempt, host, time.time(), report.lines, report.root, report.consequence, report.trace,
+            report.exitcode,
+        )  # fmt: skip
+        path = folder / f"exit-{host}-{attempt}.json"
+        write_for_this_user(path, json.dumps(asdict(kept), indent=1))
+        return folder if any(folder.glob("ranks*.json")) else None
+    return None
+
+
+def read_exits(folder: Path, damaged: list[str]) -> list[KeptExit]:
+    """The reports of the newest attempt, causes first. ``damaged``: gets a line for each bad file."""
+    found = []
+    for path in sorted(folder.glob("exit-*.json")):
+        try:
+            kept = KeptExit(**json.loads(path.read_text()))
+            found.append(kept)
+        except (OSError, ValueError, TypeError) as error:
+            damaged.append(f"{path}: {error}")
+    newest = max((each.attempt for each in found), default=0)
+    return sorted((e for e in found if e.attempt == newest), key=lambda e: (e.consequence, e.at))
+
+
+_BEHAVIOUR = re.compile(
+    r"(NCCL|TORCH|GLOO|OMP|MKL|ZEROSHARD|PYTORCH)_|CUDA_LAUNCH_BLOCKING$|CUDA_VISIBLE_DEVICES$"
+)
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|PASS$|PASS_|CREDENTIAL", re.IGNORECASE)
+
+
+def variables_of_behaviour(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that change what a run does, sorted by name; secrets are hidden.
+
+    A name tells a secret, or an address with a user and a password in the value.
+
+    >>> variables_of_behaviour({"NCCL_DEBUG": "INFO", "HOME": "/h", "TORCH_TOKEN": "x"})
+    {'NCCL_DEBUG': 'INFO', 'TORCH_TOKEN': '(hidden)'}
+    """
+    return {
+        name: "(hidden)" if _SECRET.search(name) else without_secrets(value)
+        for name, value in sorted((os.environ if env is None else env).items())
+        if _BEHAVIOUR.match(name)
+    }

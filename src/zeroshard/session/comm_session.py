@@ -20,15 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zeroshard.comm.agreement import ControlGroup
 from zeroshard.comm.collectives import Comm, first_line, queues_on_device
 from zeroshard.comm.connect import connected_device, make_comm, open_link
-from zeroshard.comm.flight_recorder import rank_ranges
+from zeroshard.comm.hops import NestedComm, TwoHopComm
 from zeroshard.comm.host import new_sockets, open_sockets, shut_down
 from zeroshard.comm.layer_calls import LayerCalls, forget_layers, watch_layers
-from zeroshard.comm.nested import NestedComm
 from zeroshard.comm.recorder import Recorder
-from zeroshard.comm.shm_messages import ShmLink
+from zeroshard.comm.shm import ShmLink
 from zeroshard.comm.stage_messages import Channel, channels_of
-from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.core.mesh import Mesh
+from zeroshard.core.texts import rank_ranges
 from zeroshard.errors import (
     DistributedError,
     RankDivergence,

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.collectives import lost_text
-from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.host import new_sockets, open_sockets, shut_down
-from zeroshard.comm.recorder import Item, Recorder, StepMarks
-from zeroshard.comm.shm_messages import ShmLink
+from zeroshard.comm.recorder import Item, Recorder
+from zeroshard.comm.shm import ShmLink
 from zeroshard.comm.stage_messages import Channel, StageMessages
 from zeroshard.core.mesh import SHARDS, Mesh
+from zeroshard.core.texts import rank_ranges
 from zeroshard.errors import RankDivergence, RankLost
 from zeroshard.watchdog.lone_reads import LoneReadCheck
 from zeroshard.watchdog.messages import StoreLost
-from zeroshard.watchdog.pace import Pace
+from zeroshard.watchdog.pace import Pace, StepMarks
 from zeroshard.watchdog.run_record import Peers
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.stop_agreement import StopAgreement, StopSignals

@@ -41,14 +41,13 @@ from zeroshard.comm.env import (
     run_name,
 )
 from zeroshard.comm.host import hung_up, open_sockets, sibling_ranks
-from zeroshard.comm.recorder import PRESENCE, recording_dir
 from zeroshard.comm.store_keys import Store as AgreeStore
 from zeroshard.comm.store_keys import arrive, outcome
 from zeroshard.errors import LaunchError, RankLate, RankLost
-from zeroshard.run.address import check_address
-from zeroshard.run.blame import tell_launcher
-from zeroshard.run.cgroup import is_stopped
-from zeroshard.run.listening import interface_socket, listening_socket
+from zeroshard.memory.host_limits import is_stopped
+from zeroshard.run.address import check_address, interface_socket, listening_socket
+from zeroshard.run.exit_report import tell_launcher
+from zeroshard.run.recordings import PRESENCE, recording_dir
 from zeroshard.watchdog.diagnosis import Diagnosis, diagnose
 from zeroshard.watchdog.messages import StoreLost, watchdog_namespace
 from zeroshard.watchdog.rank_status import RankStatus, Wait

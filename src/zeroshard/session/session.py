@@ -18,17 +18,18 @@ from zeroshard.comm.agreement import ControlGroup, agree_plan, cards_of, post_pl
 from zeroshard.comm.collectives import Comm, queues_on_device
 from zeroshard.comm.connect import DeviceUse, check_devices, default_store, device_use, make_comm
 from zeroshard.comm.env import run_name
-from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.host import Process, this_process
-from zeroshard.comm.recorder import PRESENCE, Recorder, sweep_recordings
+from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.store_keys import FAILED, Store, look, numbered_namespace, ranks_key
 from zeroshard.config.sections import TrustConfig
 from zeroshard.core.mesh import DIMS, Mesh
+from zeroshard.core.texts import rank_ranges
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import (
     DistributedError,
     LaunchError,
 )
+from zeroshard.run.recordings import PRESENCE, sweep_recordings
 from zeroshard.session.comm_session import CommSession, SessionOpener, SetUpRanks
 from zeroshard.session.groups import GroupKind, PipelineLinks, SessionWatch, groups_of, own_group
 from zeroshard.session.join import own_client, place_of, store_rank, watchdog_of

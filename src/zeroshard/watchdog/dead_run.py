@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zeroshard import errors
-from zeroshard.comm.flight_recorder import FlightRecording, rank_ranges
 from zeroshard.comm.host import Process, this_process
+from zeroshard.core.texts import rank_ranges
 from zeroshard.errors import EXIT_DIAGNOSIS, DistributedError, UsageError
-from zeroshard.run.kept_exit import KeptExit, read_exits
+from zeroshard.run.recordings import FlightRecording
+from zeroshard.run.run_folder import KeptExit, read_exits
 from zeroshard.watchdog.diagnosis import Diagnosis, diagnose, diagnosis_of_values
 from zeroshard.watchdog.live_view import alive_here
 from zeroshard.watchdog.rank_status import (

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from zeroshard import errors
-from zeroshard.comm.flight_recorder import Record, rank_ranges
+from zeroshard.core.texts import rank_ranges
+from zeroshard.run.recordings import Record
 from zeroshard.watchdog.rank_status import (
     READ,
     RankStatus,

@@ -19,7 +19,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from zeroshard.comm.recorder import Recorder, StepMarks
+from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.store_keys import Store, look
 from zeroshard.watchdog.messages import StoreLost
 
@@ -148,6 +148,36 @@ def shares_of(marks: Sequence[tuple[float, float]]) -> list[StepShare]:
     return found
 
 
+class StepMarks:
+    """When each step of a window ended, and how long the host had been blocked in waits until then.
+
+    Another thread sets the window. ``recorders``: the sequences whose waits count. Costs 0.1 us per step
+    outside of a window, and about 2 us inside.
+    """
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self._recorders = tuple(recorders)
+        self._first, self._last = 0, -1
+        self._marks: list[tuple[float, float]] = []
+
+    def arm(self, first: int, steps: int) -> None:
+        """Mark the ends of ``steps`` steps and of step ``first`` before them."""
+        self._last = -1  # nothing is marked between these lines
+        self._marks = []
+        self._first = first
+        self._last = first + steps
+
+    def add(self, step: int, now_s: float) -> None:
+        """Step ``step`` has ended at ``now_s``. Called by the thread that calls collectives."""
+        if self._first <= step <= self._last:
+            self._marks.append((now_s, sum(each.blocked_s for each in self._recorders)))
+
+    def whole(self) -> list[tuple[float, float]] | None:
+        """The marks; None before the end of the window, or if a step was marked twice or not at all."""
+        marks, steps = self._marks, self._last - self._first
+        return marks if steps > 0 and len(marks) == steps + 1 else None
+
+
 class Pace:
     """The windows of one session. :meth:`look` runs at each look of the watchdog, in its thread.
 
@@ -224,7 +254,7 @@ class Pace:
     def _arm(self, first: int) -> None:
         self._first, self._posted = first, False
         self._marks.arm(first, self._window)
-        self._recorder.marks = self._marks
+        self._recorder.on_step = self._marks.add
 
     def _shares(self) -> list[StepShare] | None:
         """What this rank measured; None before the end of the window."""

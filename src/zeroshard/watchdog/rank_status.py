@@ -9,10 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeroshard.comm.flight_recorder import FlightRecording, Record
 from zeroshard.comm.host import Process
-from zeroshard.comm.recorder import read_recording_file
 from zeroshard.errors import CLOSED
+from zeroshard.run.recordings import FlightRecording, Record, read_recording_file
 from zeroshard.watchdog.run_record import Peer
 from zeroshard.watchdog.stacks import innermost
 

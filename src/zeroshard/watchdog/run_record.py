@@ -28,14 +28,17 @@ from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 
-from zeroshard.comm.flight_recorder import FlightRecording, read_recording
 from zeroshard.comm.host import Process, fate_of
-from zeroshard.comm.recorder import PRESENCE, remove_recording
 from zeroshard.core.files import write_for_this_user
 from zeroshard.errors import UsageError
-from zeroshard.run.kept_exit import point_to
-from zeroshard.run.recordings import STACKS
-from zeroshard.run.run_folder import make_run_folder, run_folder
+from zeroshard.run.recordings import (
+    PRESENCE,
+    STACKS,
+    FlightRecording,
+    read_recording,
+    remove_recording,
+)
+from zeroshard.run.run_folder import make_run_folder, point_to, run_folder
 from zeroshard.watchdog.stacks import ask
 
 RANKS = "ranks.json"

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeroshard.comm.flight_recorder import FlightRecording, Record
 from zeroshard.comm.recorder import Item, Recorder
+from zeroshard.run.recordings import FlightRecording, Record
 from zeroshard.watchdog.diagnosis import SET_UPS
 from zeroshard.watchdog.rank_status import Wait, call_text
 from zeroshard.watchdog.run_record import Peer

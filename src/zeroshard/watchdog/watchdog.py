@@ -64,7 +64,7 @@ from zeroshard.comm.host import this_process
 from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.store_keys import Store
 from zeroshard.errors import CLOSED, ENDED, EXIT_DIAGNOSIS
-from zeroshard.run.blame import tell_launcher
+from zeroshard.run.exit_report import tell_launcher
 from zeroshard.watchdog.diagnosis import Diagnosis
 from zeroshard.watchdog.inquiry import POLL_S, Inquiry, own_answer
 from zeroshard.watchdog.lone_reads import Position, position_of

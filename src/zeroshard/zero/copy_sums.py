@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zeroshard.comm.collectives import sum_in_rank_order
 from zeroshard.comm.dtensors import KINDS, addends_of, is_copy
-from zeroshard.comm.sums import sum_in_rank_order
 from zeroshard.device.choice import read
 from zeroshard.zero.addends import AddendSlots
 

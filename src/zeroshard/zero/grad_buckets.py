@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from zeroshard.comm.collectives import joining
+from zeroshard.comm.process_group import joining
 
 if TYPE_CHECKING:
-    from zeroshard.comm.collectives import ProcessGroupComm
+    from zeroshard.comm.process_group import ProcessGroupComm
     from zeroshard.zero.gradients import GradBuffer
 
 

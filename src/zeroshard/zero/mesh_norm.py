@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.core.mesh import HOLDERS, Mesh
+from zeroshard.core.texts import rank_ranges
 from zeroshard.device.choice import on_host, ops_of, read
 from zeroshard.device.ops import Event
 from zeroshard.errors import RankDivergence, UsageError

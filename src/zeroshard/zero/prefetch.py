@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroshard.comm.collectives import ProcessGroupComm, joining
+from zeroshard.comm.process_group import ProcessGroupComm, joining
 from zeroshard.core.tiers import Tier
 from zeroshard.offload.shard_store import MemoryShardStore
 from zeroshard.zero.full_params import FullParams

@@ -33,7 +33,8 @@ from zeroshard.zero.held_grads import DROP, GradEdit, HeldGrad, HeldGrads
 from zeroshard.zero.node_sums import NodeSums
 
 if TYPE_CHECKING:
-    from zeroshard.comm.collectives import Handle, ProcessGroupComm
+    from zeroshard.comm.collectives import Handle
+    from zeroshard.comm.process_group import ProcessGroupComm
     from zeroshard.zero.copy_sums import CopySums
 
 MAX_IN_FLIGHT = 2

@@ -56,8 +56,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from zeroshard.comm.collectives import memory_of
 from zeroshard.comm.dtensors import KINDS, distributed, local_of
-from zeroshard.comm.plain_memory import memory_of
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DistributedError, UnitStateError, UsageError

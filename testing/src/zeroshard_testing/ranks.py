@@ -29,8 +29,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
-from zeroshard.run.address import unused_port
-from zeroshard.run.listening import gloo_on_loopback
+from zeroshard.run.address import gloo_on_loopback, unused_port
 from zeroshard_testing.outcome import GRACE_S, Outcome, RankEnd
 from zeroshard_testing.worker import STACKS_SIGNAL, TestJob, TestReport, serve
 

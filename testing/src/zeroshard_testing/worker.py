@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from zeroshard.device.cuda import is_initialized
+from zeroshard.device.accelerator import is_initialized
 from zeroshard_testing import leak_check
 
 STACKS_SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1))

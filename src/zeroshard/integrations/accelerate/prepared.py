@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeroshard.deepspeed.engine import ForwardingEngine
 from zeroshard.errors import UsageError
-from zeroshard.precision.casting import cast_floats
+from zeroshard.precision.policy import cast_floats
 from zeroshard.zero.life import EngineState
 from zeroshard.zero.sharded_parameter import list_on_request
 

@@ -28,7 +28,7 @@ time. With ``pretend_cuda(device_nbytes=...)`` larger allocations fail as torch'
 is a context in which this process is one of four ranks over a model of NCCL: order is right, values are
 not. With ``watch.ranks()`` processes that gloo connects are the ranks, and values are right too.
 
-Code that torch does not see declares what it uses: :mod:`zeroshard.memory.host_access`.
+Code that torch does not see declares what it uses: :mod:`zeroshard.memory.host_memory`.
 
 Limits. One operator is one kernel, and uses the range of bytes from the first to the last element of a
 tensor. Autograd runs on the calling thread. Threads, futures, events and queues order host threads. Locks

@@ -307,7 +307,7 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
 @contextmanager
 def _communicators(storages: Storages, exchange: Exchange) -> Iterator[None]:
     """A context in which groups of torch's fake backend and the engine's communicators are the model."""
-    from zeroshard.comm.collectives import ProcessGroupComm
+    from zeroshard.comm.process_group import ProcessGroupComm
     from zeroshard.session import comm_session, session
 
     patches = Patches()

@@ -281,7 +281,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 def declare(storages: Storages) -> Callable[[Any, Any, bool], None]:
-    """What code that torch cannot see says that it uses; see :mod:`zeroshard.memory.host_access`."""
+    """What code that torch cannot see says that it uses; see :mod:`zeroshard.memory.host_memory`."""
 
     def listen(reads: Any, writes: Any, on_device: bool) -> None:
         machine, ranges = storages.machine, storages.range_of

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import Tensor
 
-from zeroshard.memory import host_access
+from zeroshard.memory import host_memory
 from zeroshard_testing.streams import cuda, nccl, threads
 from zeroshard_testing.streams.findings import Finding
 from zeroshard_testing.streams.machine import DEVICE_NBYTES, Counts, Machine
@@ -145,6 +145,6 @@ def pretend_cuda(
         TensorPatches(storages, patches).install()
         cuda.CudaPatches(storages, patches).install()
         threads.install(storages, patches)
-        stack.callback(host_access.listen(declare(storages)))
+        stack.callback(host_memory.listen(declare(storages)))
         stack.enter_context(OperatorMode(storages))
         yield Watch(machine, storages)

@@ -1,4 +1,16 @@
-"""Direct I/O: page-aligned host memory, and files that are read and written past the page cache."""
+"""Host memory that torch does not manage: aligned memory, files past the page cache, the heap's limits.
+
+:func:`return_large_blocks` makes the C library return large freed blocks to the system. By default glibc
+keeps freed blocks of up to 32 MB in its heap (the threshold grows with the size of freed blocks). Shards,
+full units, gradients and logits of that size, freed between small activations, leave holes in which
+nothing of their size fits, and the heap grows from step to step (ADR 0008). If the user chose one of both
+limits in the environment (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_`` or ``GLIBC_TUNABLES``),
+both stay as they are.
+
+Compiled code, disk threads and kernels that are launched without torch's dispatcher call
+:func:`host_access` and :func:`kernel_access`. In production these do nothing.
+:mod:`zeroshard_testing.streams` listens, and so proves that such code comes after all that it depends on.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +19,7 @@ import errno
 import mmap
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -109,3 +121,68 @@ def allocate(fd: int, offset: int, nbytes: int) -> None:
         while done < nbytes:
             part = memory[: nbytes - done]
             done += os.pwritev(fd, [part], offset + done)
+
+
+LARGE_NBYTES = 16 << 20
+"""Blocks from this size on get pages of their own, on CPU ranks."""
+
+LARGE_OFFLOADED_NBYTES = 4 << 20
+"""The same where state is offloaded on CPU ranks, to save as much as possible."""
+
+KEPT_NBYTES = 64 << 20
+"""Free memory at the end of the heap that stays, so that small activations cost no page faults."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h; setting one stops both from growing
+
+_set_nbytes: set[int] = set()
+"""Thresholds that engines of this process have set. The smallest one holds."""
+
+
+def return_large_blocks(*, offloaded: bool) -> bool:
+    """Return large blocks of this process to the system when they are freed, from now on.
+
+    This holds for the whole process, since the C library has one heap. ``offloaded``: state is offloaded
+    on CPU ranks. Returns whether it worked (another allocator has no such call).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or _user_chose():
+        return False
+    _set_nbytes.add(LARGE_OFFLOADED_NBYTES if offloaded else LARGE_NBYTES)
+    worked = mallopt(_M_MMAP_THRESHOLD, min(_set_nbytes)) == 1
+    if LARGE_OFFLOADED_NBYTES not in _set_nbytes:
+        worked &= mallopt(_M_TRIM_THRESHOLD, KEPT_NBYTES) == 1
+    return bool(worked)
+
+
+def _user_chose() -> bool:
+    tuned = os.environ.get("GLIBC_TUNABLES", "")
+    return any(
+        f"MALLOC_{limit}_THRESHOLD_" in os.environ
+        or f"glibc.malloc.{limit.lower()}_threshold" in tuned
+        for limit in ("MMAP", "TRIM")
+    )
+
+
+Listener = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
+"""Called with the tensors read, the tensors written, and whether a device does it."""
+
+listeners: list[Listener] = []
+"""Empty in production. A hot path looks here before it calls, and so pays nothing."""
+
+
+def host_access(reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+    """The calling thread reads and writes host memory now, until it returns to its caller."""
+    for listener in listeners:
+        listener(reads, writes, False)
+
+
+def kernel_access(reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+    """A kernel that reads and writes device memory was queued on the current stream."""
+    for listener in listeners:
+        listener(reads, writes, True)
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Call ``listener`` at each access. Returns a function that ends this."""
+    listeners.append(listener)
+    return lambda: listeners.remove(listener)
