@@ -113,7 +113,7 @@ def lines(directory: str, *, peers: bool = True) -> list[Line]:
 
 def disk_problem(directory: str) -> str:
     """Why the directory cannot be used as a disk; empty if it can."""
-    from zeroshard.offload.disk_check import filesystem_of, free_nbytes
+    from zeroshard.core.files import filesystem_of, free_nbytes
 
     if not os.path.isdir(directory):
         return f"{directory} is not a directory: --disk DIR names one on a disk"

@@ -35,7 +35,7 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.core.mesh import Mesh
 from zeroshard.engine.checkpoint_loader import CheckpointLoader, Loaded
 from zeroshard.engine.checkpoint_saver import CheckpointSaver, Counters, TrainingState
-from zeroshard.optim.twin import rebind
+from zeroshard.optim.inner_optimizer import rebind
 from zeroshard.precision.loss_scaler import StaticScale
 from zeroshard.precision.policy import DtypeRow
 from zeroshard.zero.gradients import GradBuffer

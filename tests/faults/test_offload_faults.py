@@ -29,7 +29,7 @@ from zeroshard.core import tiers
 from zeroshard.engine import build_runtime
 from zeroshard.errors import DiskError, UsageError
 from zeroshard.memory import storage
-from zeroshard.offload import capacity_check, disk_check
+from zeroshard.offload import capacity_check
 from zeroshard.zero import safe_get_full_fp32_param
 
 QUICK = {"first_report_s": 1.0, "frozen_s": 2.0, "grace_s": 5.0}
@@ -469,7 +469,7 @@ def too_small(
         if free_nbytes_by_host is not None:
             host = dist.get_rank() % len(free_nbytes_by_host)
             patch.setattr(capacity_check, "host_number", lambda: host)
-            patch.setattr(disk_check, "free_below", lambda _: free_nbytes_by_host[host])
+            patch.setattr(capacity_check, "free_below", lambda _: free_nbytes_by_host[host])
         return outcome(lambda: zeroshard.Engine(Net(1024, 2), config=config(place, stage)))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from zeroshard_testing import on_ranks
 
 from zeroshard.errors import UsageError
-from zeroshard.offload.early_update import EarlyUpdate
+from zeroshard.offload.async_update import EarlyUpdate
 from zeroshard.optim import native_adam
 from zeroshard.zero import (
     GatheredParameters,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from stepwise import batch, loss_of, report
 from support.covering import covering, sampled
 from zeroshard_testing import on_ranks
 
-from zeroshard.offload.early_update import EarlyUpdate, EarlyUpdates
+from zeroshard.offload.async_update import EarlyUpdate, EarlyUpdates
 from zeroshard.optim import native_adam
 
 EARLY, HOST = zero_section("early", ""), zero_section("optimizer", "")
@@ -166,9 +167,8 @@ def test_after_each_refused_step_in_a_row_more_steps_wait_for_the_norm():
     class Chunk:
         gradient = (None, None)
 
-    early = EarlyUpdates(
-        lambda _task: Ended(), 1, (), Streams(), torch.zeros(1, dtype=torch.float64)
-    )
+    worker = SimpleNamespace(start=lambda _task: Ended(), threads=1)
+    early = EarlyUpdates(worker, (), Streams(), torch.zeros(1, dtype=torch.float64))
     early.guess = lambda: torch.ones(())
     chunks, began = [Chunk(), Chunk()], []
     for at in range(100):

@@ -13,8 +13,7 @@ import torch
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DiskError
-from zeroshard.offload.grad_store import DiskGradStore
-from zeroshard.offload.shard_store import WRITES_IN_FLIGHT, WritesInFlight
+from zeroshard.offload.grad_store import WRITES_IN_FLIGHT, DiskGradStore, WritesInFlight
 from zeroshard.offload.swap_file import PAGE_NBYTES, SwapFile
 
 NUMEL = 3 * PAGE_NBYTES + 64

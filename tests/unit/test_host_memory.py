@@ -10,7 +10,7 @@ import pytest
 
 from zeroshard.errors import HostMemoryError
 from zeroshard.memory.host_limits import CgroupLimit, HostLimits, host_limits
-from zeroshard.offload.host_fit import check_host
+from zeroshard.offload.capacity_check import check_host
 
 FIXTURES = Path(__file__).parent / "fixtures"
 GIB = 1 << 30

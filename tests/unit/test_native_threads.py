@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroshard.optim import native_adam, native_build
+from zeroshard.optim import native_adam
 
 SOURCE = Path(native_adam.__file__).with_name("host_update.cpp")
 GROUPS = [
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def library():
-    return native_adam.CompiledAdam(native_build.load(SOURCE))
+    return native_adam.CompiledAdam(native_adam.load(SOURCE))
 
 
 def test_the_check_does_not_depend_on_torchs_default_dtype(library):
@@ -56,7 +56,7 @@ def changed_library(folder, right, wrong):
     text = SOURCE.read_text()
     assert right in text
     (folder / "host_update.cpp").write_text(text.replace(right, wrong))
-    return native_adam.CompiledAdam(native_build.load(folder / "host_update.cpp"))
+    return native_adam.CompiledAdam(native_adam.load(folder / "host_update.cpp"))
 
 
 def stepped(library, sizes, *, steps=2, scale=1.0, grad_dtype=torch.bfloat16, **how):
@@ -277,8 +277,8 @@ def test_the_interpreter_ends_well_whatever_the_threads_do(way):
     program = """
         import threading, time, torch
         from pathlib import Path
-        from zeroshard.optim import native_adam as adam, native_build as build
-        library = adam.CompiledAdam(build.load(Path(adam.__file__).with_name("host_update.cpp")))
+        from zeroshard.optim import native_adam as adam
+        library = adam.CompiledAdam(adam.load(Path(adam.__file__).with_name("host_update.cpp")))
         flat = [torch.zeros(6400) for _ in range(3)]
         spans = adam.Spans([adam.FusedFragment(0, 0, *flat, torch.ones(()), None)])
         grad = torch.ones(6400)

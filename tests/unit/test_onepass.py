@@ -11,7 +11,7 @@ from support.covering import sampled
 from torch import nn
 
 from zeroshard import Engine
-from zeroshard.optim import fused_update, native_adam, native_build
+from zeroshard.optim import fused_update, native_adam
 from zeroshard.optim.fragment_norms import CompiledNorms, norms_of
 from zeroshard.optim.optimizers import Lion
 from zeroshard.zero import turns
@@ -98,8 +98,10 @@ def test_pieces_give_the_bits_of_the_optimizers_own_step(monkeypatch, name, prec
     monkeypatch.setattr(native_adam, "compiled", lambda: None)
     monkeypatch.setattr(fused_update, "PIECE_NUMEL", piece)
     ran = []
-    run = fused_update.FusedUpdate.run
-    monkeypatch.setattr(fused_update.FusedUpdate, "run", lambda *a: (ran.append(1), run(*a)))
+    run = fused_update.FusedUpdate.run_pieces
+    monkeypatch.setattr(
+        fused_update.FusedUpdate, "run_pieces", lambda *a, **kw: (ran.append(1), run(*a, **kw))
+    )
     pieces = train(name, precision)
     assert ran
     monkeypatch.setattr(turns, "kernel_of", lambda *_a, **_kw: None)
@@ -196,7 +198,7 @@ def test_a_library_with_other_bits_is_refused(tmp_path, right, wrong):
     assert right in text
     other = tmp_path / "host_update.cpp"
     other.write_text(text.replace(right, wrong))
-    assert not native_adam.agrees_with_torch(native_adam.CompiledAdam(native_build.load(other)))
+    assert not native_adam.agrees_with_torch(native_adam.CompiledAdam(native_adam.load(other)))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def test_a_library_with_other_norms_is_refused(tmp_path, right, wrong):
     assert right in text
     other = tmp_path / "host_update.cpp"
     other.write_text(text.replace(right, wrong))
-    assert not native_adam.norms_agree_with_torch(CompiledNorms(native_build.load(other)))
+    assert not native_adam.norms_agree_with_torch(CompiledNorms(native_adam.load(other)))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -257,27 +259,27 @@ def test_norms_are_those_of_torch_where_it_flushes_denormal_numbers():
 
 def test_without_a_compiler_there_is_one_line_and_no_library(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(native_build.CannotBuild, match=r"no C\+\+ compiler \(no-such-compiler\)"):
-        native_build.load(tmp_path / "x.cpp")
+    with pytest.raises(native_adam.CannotBuild, match=r"no C\+\+ compiler \(no-such-compiler\)"):
+        native_adam.load(tmp_path / "x.cpp")
 
 
 def test_what_the_compiler_says_is_in_the_message(tmp_path):
     bad = tmp_path / "bad.cpp"
     bad.write_text("int f() { return nonsense; }")
-    with pytest.raises(native_build.CannotBuild, match="failed: "):
-        native_build.load(bad)
+    with pytest.raises(native_adam.CannotBuild, match="failed: "):
+        native_adam.load(bad)
 
 
 def test_a_cache_folder_that_others_can_write_is_not_used(monkeypatch, tmp_path):
     folder = tmp_path / "zeroshard" / "native"
     folder.mkdir(parents=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native_build._cache_folder() == folder
+    assert native_adam._cache_folder() == folder
     folder.chmod(0o777)
-    assert native_build._cache_folder() is None
-    monkeypatch.setattr(native_build.tempfile, "tempdir", str(tmp_path))
+    assert native_adam._cache_folder() is None
+    monkeypatch.setattr(native_adam.tempfile, "tempdir", str(tmp_path))
     source = Path(native_adam.__file__).with_name("host_update.cpp")
-    assert native_adam.agrees_with_torch(native_adam.CompiledAdam(native_build.load(source)))
+    assert native_adam.agrees_with_torch(native_adam.CompiledAdam(native_adam.load(source)))
     assert [*folder.iterdir()] == []
     assert [*tmp_path.iterdir()] == [tmp_path / "zeroshard"]  # nothing is left of it
 
@@ -287,8 +289,8 @@ def test_a_compiler_that_cannot_be_started_is_one_line(monkeypatch, tmp_path):
     broken.write_text("no program")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(native_build.CannotBuild, match="OSError"):
-        native_build.load(Path(native_adam.__file__).with_name("host_update.cpp"))
+    with pytest.raises(native_adam.CannotBuild, match="OSError"):
+        native_adam.load(Path(native_adam.__file__).with_name("host_update.cpp"))
 
 
 def test_the_compiler_can_be_kept_out(monkeypatch):
@@ -344,17 +346,17 @@ def test_a_loaded_state_is_what_the_next_step_uses():
 def test_a_library_of_another_source_compiler_or_machine_is_not_taken(monkeypatch, tmp_path):
     source = tmp_path / "host_update.cpp"
     source.write_text("int one;")
-    names = [native_build._name(source, "g++")]
+    names = [native_adam._name(source, "g++")]
     for what, value in (
-        ("FLAGS", (*native_build.FLAGS, "-Wall")),
+        ("FLAGS", (*native_adam.FLAGS, "-Wall")),
         ("_version_of", lambda _: "another version"),
         ("_processor", lambda: "another processor"),
     ):
-        monkeypatch.setattr(native_build, what, value)
-        names.append(native_build._name(source, "g++"))
-    monkeypatch.setattr(native_build.platform, "libc_ver", lambda: ("glibc", "2.0"))
-    names.append(native_build._name(source, "g++"))
+        monkeypatch.setattr(native_adam, what, value)
+        names.append(native_adam._name(source, "g++"))
+    monkeypatch.setattr(native_adam.platform, "libc_ver", lambda: ("glibc", "2.0"))
+    names.append(native_adam._name(source, "g++"))
     source.write_text("int two;")
-    names.append(native_build._name(source, "g++"))
+    names.append(native_adam._name(source, "g++"))
     assert len(set(names)) == len(names) == 6
-    assert native_build._name(source, "g++") == names[-1]
+    assert native_adam._name(source, "g++") == names[-1]

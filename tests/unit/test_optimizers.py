@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from zeroshard.errors import ConfigError, UnsupportedError, UsageError
 from zeroshard.optim.factory import FlexibleAdam, Lamb, Lion, Muon, build_optimizer
+from zeroshard.optim.inner_optimizer import rebind
 from zeroshard.optim.probe import needs_whole_parameters, probe
-from zeroshard.optim.twin import rebind
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -29,7 +29,6 @@ from zeroshard.engine.shared_units import gathers_of, reductions_of
 from zeroshard.engine.unit_plan import UnitSpec, plan_bytes
 from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.offload.capacity_check import check_capacity
-from zeroshard.offload.node_store import NodeMemory
 from zeroshard.offload.offload_plan import (
     OffloadPlan,
     check_device,
@@ -38,10 +37,15 @@ from zeroshard.offload.offload_plan import (
     plan_offload,
     shaped_state,
 )
-from zeroshard.offload.quantized_store import BITS, QuantizedShardStore
 from zeroshard.offload.shard_store import AllocateShard, ShardStore
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
-from zeroshard.optim.twin import rebind
+from zeroshard.offload.zeropp_stores import (
+    BITS,
+    NodeShardStore,
+    QuantizedShardStore,
+    allocate_in_node,
+)
+from zeroshard.optim.inner_optimizer import rebind
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.session.comm_session import CommSession
 from zeroshard.zero.copy_sums import CopySums
@@ -321,8 +325,8 @@ def _store_of(
         return partial(QuantizedShardStore, comm=comm, in_node=in_node), stores.allocate
     if in_node:
         assert isinstance(comm, NestedComm)
-        memory = NodeMemory(comm, frame.draft.device)
-        return memory.shard_store, memory.allocate
+        store_of = partial(NodeShardStore, nodes=comm.outer.size)
+        return store_of, partial(allocate_in_node, comm.outer, frame.draft.device)
     return partial(stores.shard_store, spec.name), stores.allocate
 
 

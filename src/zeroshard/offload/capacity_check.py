@@ -1,13 +1,17 @@
 """Checks that each host can hold what the plan puts into its memory and on its disks.
 
-The check runs before anything is moved. A run that cannot work is refused with the numbers of every rank.
+The check runs before anything is moved. A run that cannot work is refused with the numbers of every rank:
+each rank alone might fit where all ranks of a host would be killed. Disks are measured, too.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,15 +21,17 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.env import RankInfo
 from zeroshard.comm.host import host_number
 from zeroshard.config import Config
+from zeroshard.core.files import filesystem_of, free_nbytes, medium_of
 from zeroshard.core.ledger import Key
 from zeroshard.core.stages import STAGES
+from zeroshard.core.texts import size_text
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.device.choice import read
-from zeroshard.errors import DiskError
+from zeroshard.errors import DiskError, HostMemoryError
 from zeroshard.memory.host_limits import HostLimits, host_limits
-from zeroshard.offload import disk_check
-from zeroshard.offload.host_fit import check_host
+from zeroshard.memory.host_memory import PAGE_NBYTES, aligned_bytes
 from zeroshard.offload.offload_plan import OffloadPlan, host_sizes
+from zeroshard.offload.swap_file import BLOCK_NBYTES, Extent, SwapFile
 
 UNKNOWN_NBYTES = 1 << 52
 """Stands for a limit that the system does not report. A float64 represents it exactly."""
@@ -35,6 +41,9 @@ PROBE_NBYTES = 128 << 20
 
 PROBED_FROM_NBYTES = 64 << 20
 """Less than this on a disk costs too little time per step for a forecast."""
+
+_PATIENCE_S = 0.25  # per direction of a measurement; the round in which it is exceeded is finished
+_FIRST_ROUND_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +69,6 @@ class Demand:
             return (2 * self.micro_batches + 1) * nbytes, nbytes
         times = self.reductions if kind == "gradient_nbytes" else 1
         return times * nbytes, times * nbytes
-
-    @property
-    def read_nbytes(self) -> int:
-        """The most bytes read from disk per step."""
-        return sum(self.traffic(kind)[0] for kind in ON_DISK)
-
-    @property
-    def written_nbytes(self) -> int:
-        """Bytes written to disk per step."""
-        return sum(self.traffic(kind)[1] for kind in ON_DISK)
 
 
 ON_DISK = ("optimizer_nbytes", "param_nbytes", "gradient_nbytes")
@@ -153,7 +152,7 @@ def check_capacity(
         measures = is_here and rank_info.local_rank == 0
         for (path, kinds), free in zip(paths.items(), disks, strict=True):
             wanted = _on_disk(demands, kinds)
-            disk_check.check(path, wanted, free=free)
+            check_disk(path, wanted, free)
             if measures and wanted >= PROBED_FROM_NBYTES:
                 forecasts += _forecast(path, kinds, demands)
     # No rank writes or reserves space before the measurement has ended.
@@ -235,14 +234,14 @@ def _paths(config: Config) -> dict[str, list[str]]:
 def _free(path: str) -> int:
     """Free bytes, or ``UNKNOWN_NBYTES``: opening the directory will then fail with the reason."""
     try:
-        return disk_check.free_below(path)
+        return free_below(path)
     except DiskError:
         return UNKNOWN_NBYTES
 
 
 def _forecast(path: str, kinds: Sequence[str], here: Sequence[Demand]) -> Iterator[str]:
     """The time that a disk will take, in words. One rank per host measures, or ranks would disturb it."""
-    speed = disk_check.measure(path, PROBE_NBYTES)
+    speed = measure(path, PROBE_NBYTES)
     nbytes = _on_disk(here, kinds)
     reads, writes = (
         sum(traffic)
@@ -250,10 +249,191 @@ def _forecast(path: str, kinds: Sequence[str], here: Sequence[Demand]) -> Iterat
             *(demand.traffic(kind) for demand in here for kind in kinds), strict=True
         )
     )
-    seconds = disk_check.forecast(reads, writes, speed)
+    seconds = reads / speed.read_Bps + writes / speed.write_Bps  # they share the device
     yield (
         f"{nbytes / 1e9:.2f} GB of this host's state are stored in {path}: {speed}; about "
         f"{seconds:.1f} s of transfers per step"
     )
-    if doubt := disk_check.warning(path):
+    if doubt := warning(path):
         yield doubt
+
+
+def check_host(planned_nbytes_of_local_ranks: Sequence[int], limits: HostLimits) -> None:
+    """Refuse a plan that would make the kernel kill a rank.
+
+    ``planned_nbytes_of_local_ranks``: bytes of host memory that each rank of this host will need in
+    addition to what it holds already, by local rank. Unknown limits are not checked.
+
+    Raises:
+        HostMemoryError: the sum is more than is free; with a table of the numbers.
+    """
+    free_nbytes = limits.free_nbytes
+    total_nbytes = sum(planned_nbytes_of_local_ranks)
+    if free_nbytes is None or total_nbytes <= free_nbytes:
+        return
+    raise HostMemoryError(
+        "\n".join(
+            [
+                f"The host memory that this run plans does not fit: {size_text(total_nbytes)} are "
+                f"planned, {size_text(free_nbytes)} are free. The kernel would kill a rank during "
+                "the run.",
+                *_table(planned_nbytes_of_local_ranks, limits),
+                *_remedies(total_nbytes, free_nbytes),
+            ]
+        )
+    )
+
+
+def _table(planned: Sequence[int], limits: HostLimits) -> Iterator[str]:
+    free_nbytes = limits.free_nbytes
+    assert free_nbytes is not None  # check_host() compared with it
+    if limits.is_cgroup_tighter and limits.cgroup is not None:
+        binding = f"the limit is that of the cgroup {limits.cgroup.folder}"
+    else:
+        binding = "the limit is the host's memory"
+    yield f"{'local rank':>12}  {'planned':>12}"
+    yield from (f"{rank:>12}  {size_text(nbytes):>12}" for rank, nbytes in enumerate(planned))
+    yield f"{'sum':>12}  {size_text(sum(planned)):>12}"
+    yield f"{'free':>12}  {size_text(free_nbytes):>12}  {binding} ({limits.in_words()})"
+
+
+def _remedies(total_nbytes: int, free_nbytes: int) -> Iterator[str]:
+    section = "zero_optimization.offload_optimizer"
+    times = f"at least {-(-total_nbytes // free_nbytes)} times as many" if free_nbytes else "more"
+    yield "Each of these helps:"
+    yield f"  - {times} hosts of this kind: each host then stores a smaller part"
+    yield (
+        f'  - {section}.device "nvme": the state is stored on disk (with max_in_cpu, a part of it)'
+    )
+    yield f"  - a smaller {section}.ratio: on a GPU, more of the state stays on the device"
+    yield (
+        "  - bf16.bf16_master_weights_and_grads with bf16.bf16_optimizer_states: masters and "
+        "moments have a 16-bit dtype, at most half the bytes"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Measured bandwidth in bytes per second, each direction by itself."""
+
+    read_Bps: float
+    write_Bps: float
+    direct: bool
+
+    def __str__(self) -> str:
+        how = "O_DIRECT" if self.direct else "through the page cache, O_DIRECT is refused"
+        return (
+            f"reads {self.read_Bps / 1e9:.2f} GB/s, writes {self.write_Bps / 1e9:.2f} GB/s ({how})"
+        )
+
+
+def check_disk(directory: str | Path, wanted_nbytes: int, free: int) -> None:
+    """Check that a directory can hold what all ranks of its host want to store below it.
+
+    ``free``: its free bytes before any rank reserves space.
+
+    Raises:
+        DiskError: less is free than wanted.
+    """
+    if wanted_nbytes > free:
+        raise DiskError(
+            f"{directory} has too little space for the training state: the ranks of this host "
+            f"need {wanted_nbytes} bytes ({wanted_nbytes / 1e9:.2f} GB) and {free} "
+            f"({free / 1e9:.2f} GB) are free, {wanted_nbytes - free} too few. Free space, name "
+            "another nvme_path, store less on disk (max_in_cpu, or device 'cpu'), or use more "
+            "hosts."
+        )
+
+
+def free_below(directory: str | Path) -> int:
+    """Free bytes where ``directory`` is or will be made.
+
+    Raises:
+        DiskError: they cannot be read.
+    """
+    return free_nbytes(_existing(directory))
+
+
+def measure(
+    directory: str | Path, nbytes: int = 256 << 20, block_nbytes: int = BLOCK_NBYTES
+) -> Speed:
+    """Measure a disk by writing and reading up to ``nbytes``.
+
+    Writes less on a slow disk, and never more than half of the free space. Takes about a second at most:
+    rounds of doubling size, of which the last one counts. The page cache is not measured: data are
+    written to the device and read from it.
+
+    Raises:
+        DiskError: the disk cannot be used.
+    """
+    file = SwapFile(directory, block_nbytes=block_nbytes)
+    try:
+        nbytes = min(nbytes, free_nbytes(directory) // 2)
+        room = file.reserve(max(PAGE_NBYTES, nbytes // PAGE_NBYTES * PAGE_NBYTES))
+        block = aligned_bytes(block_nbytes)
+        block.random_()  # a file system cannot compress it
+        into = [aligned_bytes(block_nbytes) for _ in range(4)]
+
+        def write(round_: Extent) -> None:
+            parts = _split(round_, block_nbytes)
+            for transfer in [file.write(p, block, nbytes=p.nbytes) for p in parts]:
+                transfer.wait()
+            file.flush()
+
+        def read(round_: Extent) -> None:
+            parts = _split(round_, block_nbytes)
+            moving = [
+                file.read(p, into[i % len(into)], nbytes=p.nbytes) for i, p in enumerate(parts)
+            ]
+            for transfer in moving:
+                transfer.wait()
+
+        write_Bps, written = _last_round(write, room)
+        read_Bps, _ = _last_round(read, Extent(room.offset, written))
+        return Speed(read_Bps, write_Bps, file.direct)
+    finally:
+        file.close()
+
+
+def warning(directory: str | Path) -> str | None:
+    """Why the directory is a poor choice although it works; None if it is not."""
+    kind = filesystem_of(_existing(directory), Path("/proc/self/mounts").read_text())
+    if medium_of(kind) == "memory":
+        return (
+            f"{directory} is a {kind}: its files are stored in this host's memory, so offloading "
+            "to it saves no memory. Give as nvme_path a directory on a disk."
+        )
+    if medium_of(kind) == "network":
+        return (
+            f"{directory} is a network file system ({kind}): every step moves the whole optimizer "
+            "state over the network, and other users share its speed. Give as nvme_path a "
+            "directory on a local disk."
+        )
+    return None
+
+
+def _existing(directory: str | Path) -> Path:
+    """The directory, or its parent if it does not exist yet."""
+    path = Path(os.path.expanduser(directory))
+    return path if path.exists() else path.absolute().parent
+
+
+def _split(extent: Extent, nbytes: int) -> list[Extent]:
+    return [
+        Extent(extent.offset + at, min(nbytes, extent.nbytes - at))
+        for at in range(0, extent.nbytes, nbytes)
+    ]
+
+
+def _last_round(move: Callable[[Extent], None], room: Extent) -> tuple[float, int]:
+    """Bytes per second of the last round, and the bytes moved in all rounds."""
+    done, size, spent_s, rate = 0, _FIRST_ROUND_NBYTES, 0.0, 0.0
+    while done < room.nbytes and spent_s < _PATIENCE_S:
+        left = room.nbytes - done
+        part = Extent(room.offset + done, left if left < 2 * size else size)
+        begin_s = time.perf_counter()
+        move(part)
+        took_s = time.perf_counter() - begin_s
+        rate = part.nbytes / max(took_s, 1e-9)
+        done, size, spent_s = done + part.nbytes, size * 2, spent_s + took_s
+    return rate, done

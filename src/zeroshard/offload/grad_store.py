@@ -1,13 +1,14 @@
-"""Stores a unit's reduced gradient on disk between its reduction and its update.
+"""Stores a unit's reduced gradient between its reduction and its update: on disk, or in host memory.
 
-It is written while backward goes on and read ahead of its use (ADR 0008). Letters as in
+To disk it is written while backward goes on, and it is read ahead of its use (ADR 0008). Letters as in
 :mod:`zeroshard.zero.unit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +16,13 @@ from torch import Tensor
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DiskError
-from zeroshard.offload.shard_store import WritesInFlight
-from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
+
+if TYPE_CHECKING:
+    from zeroshard.offload.host_chunk import HostChunk
+    from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
+
+WRITES_IN_FLIGHT = 2
+"""Writes of shards, or of gradients, in flight at a time. More would hold memory and gain no speed."""
 
 
 class GradStore(Protocol):
@@ -26,13 +32,13 @@ class GradStore(Protocol):
     complete.
     """
 
-    every_backward: bool
+    every_backward: bool = False
 
     def write(self, values_S: Tensor) -> None:
         """Start storing the gradient, in place of what is stored. It may not be changed any more."""
 
     def prefetch(self) -> None:
-        """Start reading the gradient back."""
+        """Start reading the gradient back, if it is not in memory."""
 
     def acquire(self) -> Tensor:
         """The gradient, to be changed or used up."""
@@ -44,25 +50,76 @@ class GradStore(Protocol):
         """Drop the gradient, which is used up."""
 
 
-class PlannedGradStore:
+def nothing() -> None:
+    """Updates in host memory wait for the step."""
+
+
+class HostGradStore(GradStore):
+    """A unit's reduced gradient in host memory, where its update runs, from the end of its reduction.
+
+    ``parts``: slices of the gradient and their chunks, ``numel`` elements in total. ``before()`` is
+    called before the chunks' gradient buffers are overwritten, ``after()`` when a complete gradient is on
+    its way, and ``stale()`` when that is taken out or dropped, which comes before another one.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[slice, HostChunk]],
+        *,
+        numel: int,
+        before: Callable[[], object],
+        after: Callable[[], object] = nothing,
+        stale: Callable[[], object] = nothing,
+    ) -> None:
+        self._parts = parts
+        self._numel = numel
+        self._before, self._after, self._stale = before, after, stale
+        self._like: Tensor | None = None  # empty, with dtype and device of the stored gradient
+
+    def write(self, values_R: Tensor) -> None:
+        self._before()
+        self._like = values_R.new_empty(0)
+        for part, host_chunk in self._parts:
+            host_chunk.send_gradient(values_R[part])
+        self._after()
+
+    def prefetch(self) -> None:
+        """Does nothing: the update uses the gradient in host memory."""
+
+    def acquire(self) -> Tensor:
+        """A copy on the device, to be changed."""
+        self._stale()
+        return self.peek()
+
+    def peek(self) -> Tensor:
+        """A copy on the device."""
+        assert self._like is not None
+        back_R = self._like.new_empty(self._numel)
+        for part, host_chunk in self._parts:
+            host_chunk.fetch_gradient(back_R[part])
+        return back_R
+
+    def free(self) -> None:
+        """The memory is reused for the next gradient."""
+        self._stale()
+
+
+class PlannedGradStore(GradStore):
     """A unit's reduced gradient in the host memory of a GPU, in a plan: it takes no memory of its own.
 
     ``memory()``: the copy buffers, uint8 and fake. All gradients begin where they begin, since fake
     tensors have no values.
     """
 
-    every_backward = False
-
     def __init__(self, memory: Callable[[], Tensor]) -> None:
         self._memory = memory
         self._values_S: Tensor | None = None
 
     def write(self, values_S: Tensor) -> None:
-        """See :class:`GradStore`."""
         self._values_S = self._memory()[: values_S.nbytes].view(values_S.dtype)
 
     def prefetch(self) -> None:
-        """Does nothing: the update uses the gradient in host memory."""
+        """Does nothing, as in :class:`HostGradStore`."""
 
     def acquire(self) -> Tensor:
         """The gradient ``[S]``, in host memory."""
@@ -72,11 +129,26 @@ class PlannedGradStore:
     peek = acquire
 
     def free(self) -> None:
-        """Drop the gradient."""
         self._values_S = None
 
 
-class DiskGradStore:
+class WritesInFlight:
+    """The writes in flight of one kind, oldest first. Bounds the memory that they hold."""
+
+    def __init__(self) -> None:
+        self._leaving: deque[Callable[[], None]] = deque()
+
+    def add(self, finish: Callable[[], None]) -> None:
+        """Add a write, and what waits for its end and frees its memory if that is not in use.
+
+        While there are more than ``WRITES_IN_FLIGHT``, wait for the oldest.
+        """
+        self._leaving.append(finish)
+        while len(self._leaving) > WRITES_IN_FLIGHT:
+            self._leaving.popleft()()
+
+
+class DiskGradStore(GradStore):
     """One unit's reduced gradient in a file.
 
     It has memory only around transfers. A written gradient keeps its memory until :meth:`finish`, which
@@ -113,7 +185,7 @@ class DiskGradStore:
         self._write = self._file.write(self._extent, values_S)
         self._values_S, self._nbytes, self._dtype = values_S, values_S.nbytes, values_S.dtype
         self._report()
-        self._writes.add(self)
+        self._writes.add(self.finish)
 
     def finish(self) -> None:
         """Wait until the gradient is in the file. Its memory is freed unless it was prefetched."""

@@ -18,13 +18,14 @@ from zeroshard.core.tiers import TIERS, Placement, Span, Tier, place
 from zeroshard.device.pinned import slot_nbytes
 from zeroshard.errors import UnsupportedError
 from zeroshard.memory.host_memory import round_to_page
-from zeroshard.offload import staged_shard_store
-from zeroshard.offload.host_chunk import SHARED_BUFFERS
+from zeroshard.offload.host_chunk import SHARED_BUFFERS, numbers_numel
 from zeroshard.offload.pager import page_nbytes, slot_sizes
-from zeroshard.offload.step_numbers import numbers_numel
 from zeroshard.offload.swap_file import BOUNCE_NBYTES, THREADS
 from zeroshard.optim.probe import Probe
 from zeroshard.precision.policy import DtypeRow
+
+STAGING_SLOTS = 3
+"""Shards on their way from disk to a device: one is read, one waits for its all-gather, one is copied."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ def disk_buffer_nbytes(
         ),
         default=0,
     )
-    slots = staged_shard_store.SLOTS * slot_nbytes(shard, torch.uint8) if has_copy_streams else 0
+    slots = STAGING_SLOTS * slot_nbytes(shard, torch.uint8) if has_copy_streams else 0
     tiers = [*offload_plan.grads.values(), *offload_plan.params.values()]
     bounces = THREADS * BOUNCE_NBYTES if any(tier.only_in_use for tier in tiers) else 0
     return sum(map(round_to_page, pages)) + round_to_page(slots) + bounces

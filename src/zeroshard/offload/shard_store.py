@@ -1,47 +1,44 @@
-"""Stores a unit's shard in memory or on disk, behind one interface.
+"""Stores a unit's shard in memory: that of the device, or that of the host beside a device.
 
-A unit calls the methods of its store and does not know which kind it has (ADR 0008). Letters as in
+A unit calls the methods of its store and does not know which kind it has (ADR 0008). Other kinds are in
+:mod:`zeroshard.offload.disk_stores` and :mod:`zeroshard.offload.zeropp_stores`. Letters as in
 :mod:`zeroshard.zero.unit`.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.device.copy_streams import CopyHandle, CopyStreams
-from zeroshard.errors import DiskError
-from zeroshard.memory import storage
 from zeroshard.memory.storage import fingerprint
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm, Handle
-    from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
 
-WRITES_IN_FLIGHT = 2
-"""Writes of shards, or of gradients, in flight at a time. More would hold memory and gain no speed."""
+AllocateShard = Callable[[int, torch.dtype], Tensor]
+"""Gives zeroed memory for a shard: a flat tensor ``[numel]`` of a dtype."""
 
 
-class ShardStore(Protocol):
-    """Where a unit's shard is stored. ``shard_S`` is the shard, ``tier`` the tier of its store.
+class ShardStore:
+    """Where a unit's shard is stored: here always in memory, which is that of the device.
 
-    ``part_S`` is this rank's part of the full unit, on the device. ``memories``: flat tensors of all
-    that is stored between uses of the unit, of which ``shard_S`` is all or a part.
+    ``shard_S`` is the shard, ``tier`` the tier of its store. ``part_S`` is this rank's part of the full
+    unit, on the device. A subclass overrides what is different.
     """
 
-    shard_S: Tensor
-    tier: Tier
+    def __init__(self, shard_S: Tensor, tier: Tier = Tier.DEVICE) -> None:
+        self.shard_S = shard_S
+        self.tier = tier
 
     @property
     def memories(self) -> tuple[Tensor, ...]:
-        """The memory of the store."""
+        """Flat tensors of all that is stored between uses of the unit; ``shard_S`` is all or a part."""
+        return (self.shard_S,)
 
     # For updates and checkpoints, which use the shard where it is stored.
 
@@ -50,6 +47,7 @@ class ShardStore(Protocol):
 
     def acquire(self) -> Tensor:
         """The shard, readable until :meth:`release`. Calls may nest."""
+        return self.shard_S
 
     def release(self) -> None:
         """End one :meth:`acquire`."""
@@ -70,6 +68,7 @@ class ShardStore(Protocol):
 
     def all_gather(self, comm: Comm, full_N: Tensor, part_S: Tensor, *, name: str) -> Handle:
         """Start the all-gather of the shard into ``full_N``."""
+        return comm.all_gather(full_N, self.shard_S, name=name)
 
     def close_gather(self, part_S: Tensor) -> None:
         """Note that the all-gather has ended. The current stream may use the full unit."""
@@ -77,69 +76,23 @@ class ShardStore(Protocol):
     def write_back(self, part_S: Tensor, *, edited: bool) -> None:
         """Take over ``part_S`` if the program wrote into it since the all-gather.
 
-        ``edited``: it is known that it did. Else the store finds out, if it can.
+        ``edited``: it is known that it did. Else the store finds out, if it can. Here S elements are
+        copied in any case, which costs less than to compare.
         """
+        self.shard_S.copy_(part_S)
 
     def close(self) -> None:
         """Free the shard."""
 
 
-class MemoryShardStore:
-    """A shard that is always in memory, which is that of the device."""
-
-    def __init__(self, shard_S: Tensor, tier: Tier = Tier.DEVICE) -> None:
-        self.shard_S = shard_S
-        self.tier = tier
-
-    @property
-    def memories(self) -> tuple[Tensor, ...]:
-        """See :class:`ShardStore`."""
-        return (self.shard_S,)
-
-    def prefetch(self) -> None:
-        """See :class:`ShardStore`."""
-
-    def acquire(self) -> Tensor:
-        """See :class:`ShardStore`."""
-        return self.shard_S
-
-    def release(self) -> None:
-        """See :class:`ShardStore`."""
-
-    def write(self) -> None:
-        """See :class:`ShardStore`."""
-
-    def prefetch_gather(self) -> None:
-        """See :class:`ShardStore`."""
-
-    def cancel_prefetch(self) -> None:
-        """See :class:`ShardStore`."""
-
-    def open_gather(self) -> None:
-        """See :class:`ShardStore`."""
-
-    def all_gather(self, comm: Comm, full_N: Tensor, part_S: Tensor, *, name: str) -> Handle:
-        """See :class:`ShardStore`."""
-        return comm.all_gather(full_N, self.shard_S, name=name)
-
-    def close_gather(self, part_S: Tensor) -> None:
-        """See :class:`ShardStore`."""
-
-    def write_back(self, part_S: Tensor, *, edited: bool) -> None:
-        """See :class:`ShardStore`. Copies S elements in any case, which costs less than to compare."""
-        self.shard_S.copy_(part_S)
-
-    def close(self) -> None:
-        """See :class:`ShardStore`."""
-
-
 class EditWatch:
     """Finds out whether this rank's part of a unit was edited between an all-gather and its end.
 
-    The answer stays on the device, since the host would have to wait for it.
+    The answer stays on the device, since the host would have to wait for it. ``name``: of the unit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._print: Tensor | None = None
         self._edited: Tensor | None = None  # 0-dim bool: in any pass since the last :meth:`take`
 
@@ -153,12 +106,12 @@ class EditWatch:
         self._edited = edited if self._edited is None else self._edited | edited
 
     def take(self) -> Tensor | None:
-        """The answer for all passes since the last call; None: there was none."""
+        """0-dim bool on the device: the answer for all passes since the last call; None: no pass."""
         edited, self._edited = self._edited, None
         return edited
 
 
-class HostShardStore(MemoryShardStore):
+class HostShardStore(ShardStore):
     """A shard in host memory, for a unit that is gathered on a device with other memory.
 
     The shard is copied to this rank's part of the full unit, on a stream of its own. Nothing is copied
@@ -167,18 +120,13 @@ class HostShardStore(MemoryShardStore):
 
     def __init__(self, shard_S: Tensor, streams: CopyStreams, *, tier: Tier, name: str) -> None:
         super().__init__(shard_S, tier)
-        self.name = name
+        self.watch = EditWatch(name)
         self._streams = streams
-        self._watch = EditWatch()
         self._written: CopyHandle | None = None  # an edit on its way to the host
         self._gathered: CopyHandle | None = None  # the last copy to the device
 
-    def take_edited(self) -> Tensor | None:
-        """See :class:`~zeroshard.offload.step_numbers.WatchedShard`."""
-        return self._watch.take()
-
     def acquire(self) -> Tensor:
-        """See :class:`ShardStore`. Waits for copies of the shard: the host may write it."""
+        """Waits for copies of the shard: the host may write it."""
         for copy in (self._written, self._gathered):
             if copy is not None:
                 copy.synchronize()
@@ -186,7 +134,7 @@ class HostShardStore(MemoryShardStore):
         return self.shard_S
 
     def all_gather(self, comm: Comm, full_N: Tensor, part_S: Tensor, *, name: str) -> Handle:
-        """See :class:`ShardStore`. The current stream waits for the copy in the handle's ``wait``."""
+        """The current stream waits for the copy in the handle's ``wait``."""
         written, self._written = self._written, None
         if written is not None:
             written.wait_stream()
@@ -194,16 +142,15 @@ class HostShardStore(MemoryShardStore):
         return gather_on_device(copy, comm, full_N, part_S, name=name)
 
     def close_gather(self, part_S: Tensor) -> None:
-        """See :class:`ShardStore`."""
-        self._watch.begin(part_S)
+        self.watch.begin(part_S)
 
     def write_back(self, part_S: Tensor, *, edited: bool) -> None:
-        """See :class:`ShardStore`. Does not wait for the device."""
+        """Does not wait for the device."""
         if edited:
             self._written = self._streams.d2h(part_S, self.shard_S)
-            self._watch.begin(part_S)
+            self.watch.begin(part_S)
         else:
-            self._watch.end(part_S)
+            self.watch.end(part_S)
 
 
 def gather_on_device(
@@ -231,173 +178,3 @@ class CopyGather:
     def wait(self) -> None:
         """See :class:`~zeroshard.comm.collectives.Handle`."""
         self._copy.wait_stream()
-
-
-class PendingWrite(Protocol):
-    """A write that runs while computation goes on."""
-
-    def finish(self) -> None:
-        """Wait until the values are in the file, and free their memory if it is not in use."""
-
-
-class WritesInFlight:
-    """The writes in flight of one kind, oldest first. Bounds the memory that they hold."""
-
-    def __init__(self) -> None:
-        self._leaving: deque[PendingWrite] = deque()
-
-    def add(self, rest: PendingWrite) -> None:
-        """Add a write. While there are more than ``WRITES_IN_FLIGHT``, wait for the oldest."""
-        self._leaving.append(rest)
-        while len(self._leaving) > WRITES_IN_FLIGHT:
-            self._leaving.popleft().finish()
-
-
-class DiskShardStore:
-    """A shard in a file. It has memory only while it is read or transferred.
-
-    The constructor does not write. Call :meth:`write` while ``shard_S`` has its first values.
-    """
-
-    def __init__(
-        self, shard_S: Tensor, file: SwapFile, writes: WritesInFlight, *, ledger: Ledger, name: str
-    ) -> None:
-        self.shard_S = shard_S
-        self.tier = Tier.DISK
-        self._file = file
-        self._writes = writes
-        self._ledger = ledger
-        self.name = name
-        self._extent: Extent = file.reserve(shard_S.nbytes)
-        self._readers = 0
-        self._read: Transfer | None = None
-        self._write: Transfer | None = None
-        self._here = True  # shard_S has memory
-        self._print: int | None = None  # fingerprint of this rank's part when the unit became full
-        self._report()
-
-    @property
-    def memories(self) -> tuple[Tensor, ...]:
-        """See :class:`ShardStore`. It is in the file most of the time."""
-        return (self.shard_S,)
-
-    def prefetch(self) -> None:
-        """See :class:`ShardStore`. If the shard's write has not ended, its memory is only kept."""
-        if not self._here:
-            self._allocate()
-            self._read = self._file.read(self._extent, self.shard_S)
-
-    def acquire(self) -> Tensor:
-        """See :class:`ShardStore`. Waits for a write of the shard: the caller may change the values.
-
-        Raises:
-            DiskError: the file cannot be read or written.
-        """
-        if self._write is not None:
-            self._write.wait()
-        return self._acquire_to_read()
-
-    def _acquire_to_read(self) -> Tensor:
-        self.prefetch()
-        read, self._read = self._read, None
-        if read is not None:
-            try:
-                read.wait()
-            except DiskError:
-                self._release_if_idle()  # the contents of the memory are not the shard
-                raise
-        self._readers += 1
-        return self.shard_S
-
-    def release(self) -> None:
-        """See :class:`ShardStore`."""
-        assert self._readers, f"no read of {self.name} was started"
-        self._readers -= 1
-        self._release_if_idle()
-
-    def cancel_prefetch(self) -> None:
-        """See :class:`ShardStore`."""
-        if self._read is not None:
-            self._read.join()  # an error is ignored: the next acquire() reads again
-            self._read = None
-        self._release_if_idle()
-
-    def write(self) -> None:
-        """See :class:`ShardStore`. Only starts the write. If it fails, the next use raises."""
-        assert self._here, f"{self.name} is not in memory"
-        assert self._read is None, f"{self.name} is still being read"
-        assert self._write is None or self._write.done, f"acquire() of {self.name} comes first"
-        self._write = self._file.write(self._extent, self.shard_S)
-        self._writes.add(self)
-
-    def finish(self) -> None:
-        """Wait until the values are in the file, and free their memory unless it is being read."""
-        if self._write is not None:
-            self._write.wait()
-            self._write = None
-        self._release_if_idle()
-
-    prefetch_gather = prefetch
-
-    def open_gather(self) -> None:
-        """See :class:`ShardStore`."""
-        self._acquire_to_read()
-
-    def all_gather(self, comm: Comm, full_N: Tensor, part_S: Tensor, *, name: str) -> Handle:
-        """See :class:`ShardStore`."""
-        return comm.all_gather(full_N, self.shard_S, name=name)
-
-    def close_gather(self, part_S: Tensor) -> None:
-        """See :class:`ShardStore`."""
-        self.release()
-        self._print = _print_of(part_S)
-
-    def write_back(self, part_S: Tensor, *, edited: bool) -> None:
-        """See :class:`ShardStore`. Fingerprints the part, and writes it only if it was edited."""
-        if self._print != _print_of(part_S):
-            self.replace(part_S)
-            self._print = _print_of(part_S)
-
-    def replace(self, part_S: Tensor) -> None:
-        """Store other values, of a tensor on any device."""
-        self.cancel_prefetch()
-        if self._write is not None:
-            self.finish()
-        if not self._here:
-            self._allocate()
-        self.shard_S.copy_(part_S)
-        self.write()
-
-    def close(self) -> None:
-        """See :class:`ShardStore`."""
-        for transfer in (self._read, self._write):
-            if transfer is not None:
-                transfer.join()
-        self._read = self._write = None
-        self._readers = 0
-        self._release_if_idle()
-        self._ledger.hold("parameters", self.name, 0, Tier.DISK)
-
-    def _allocate(self) -> None:
-        storage.allocate(self.shard_S)
-        self._here = True
-        self._report()
-
-    def _release_if_idle(self) -> None:
-        if self._here and not self._readers and self._read is None and self._write is None:
-            storage.release(self.shard_S)
-            self._here = False
-            self._report()
-
-    def _report(self) -> None:
-        nbytes = self.shard_S.nbytes if self._here else 0
-        self._ledger.hold("scratch", f"{self.name} (shard)", nbytes, Tier.HOST)
-
-
-def _print_of(part_S: Tensor) -> int:
-    found = fingerprint(part_S)
-    return 0 if isinstance(found, FakeTensor) else int(found)  # a simulated program edits nothing
-
-
-AllocateShard = Callable[[int, torch.dtype], Tensor]
-"""Gives zeroed memory for a shard: a flat tensor ``[numel]`` of a dtype."""

@@ -6,7 +6,6 @@ They follow the plan of :mod:`zeroshard.offload.offload_plan`.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -21,11 +20,10 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.device.choice import choose_device, memory_nbytes, ops_of
 from zeroshard.device.copy_streams import CopyStreams, CudaCopyStreams
-from zeroshard.device.pinned import HostArena, slot_nbytes
+from zeroshard.device.pinned import HostArena, cores, slot_nbytes
 from zeroshard.memory.host_memory import return_large_blocks
 from zeroshard.memory.storage import WEIGHTS_NBYTES, WEIGHTS_OWNER, weights_for
-from zeroshard.offload.async_update import AsyncUpdateWorker
-from zeroshard.offload.early_update import EarlyUpdates
+from zeroshard.offload.async_update import AsyncUpdateWorker, EarlyUpdates
 from zeroshard.offload.grad_store import GradStore, PlannedGradStore
 from zeroshard.offload.host_chunk import HostStaging
 from zeroshard.offload.offload_plan import (
@@ -37,7 +35,7 @@ from zeroshard.offload.offload_plan import (
     shared_nbytes,
 )
 from zeroshard.offload.pager import Pager, TransferTimes
-from zeroshard.offload.step_numbers import StepNumbers, WatchedShard
+from zeroshard.offload.shard_store import EditWatch
 from zeroshard.offload.swap_file import SwapFile
 from zeroshard.offload.tier_stores import ChunkMemory, FakeStores, TierOpening, TierStores
 from zeroshard.optim.fused_update import threads_for
@@ -82,7 +80,7 @@ class Stores:
         self.streams: CopyStreams | None = None
         if offload_plan.is_offloaded and not self._is_fake:
             self.streams = make_copy_streams(device, copies=self.is_delayed)
-        self._watched: list[WatchedShard] = []  # shards that are not on the device
+        self._watched: list[EditWatch] = []  # of shards that are not on the device
         in_file = any(tier.only_in_use for tier in offload_plan.params.values())
         has_copies = offload_plan.is_offloaded and has_copy_streams(device)
         if self.streams is not None or in_file or has_copies:
@@ -156,7 +154,7 @@ class Stores:
         return HostStaging(
             streams,
             arena.take,
-            StepNumbers(streams, arena.take, self._watched),
+            self._watched,
             grad_itemsize=grad_itemsize(self._offload_plan),
             shared_nbytes=shared_nbytes(self._offload_plan),
         )
@@ -175,9 +173,7 @@ class Stores:
         )
         if host is not None and worker is not None:
             factor_1 = host.allocate(1, torch.float64)
-            worker.early = EarlyUpdates(
-                worker.start, worker.threads, self._offload_plan.early, host.streams, factor_1
-            )
+            worker.early = EarlyUpdates(worker, self._offload_plan.early, host.streams, factor_1)
 
     def _host_nbytes(self) -> dict[str, int]:
         """Bytes of pinned memory for the update in host memory, by category of the ledger."""
@@ -268,6 +264,4 @@ def update_threads(device: torch.device, rank_info: RankInfo) -> int:
     omp = torch.get_num_threads()
     if device.type == "cpu":
         return omp
-    has_mask = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_mask else os.cpu_count() or 1
-    return threads_for(sys.maxsize, cores, rank_info.local_world_size, omp)
+    return threads_for(sys.maxsize, cores(), rank_info.local_world_size, omp)

@@ -19,8 +19,7 @@ from zeroshard.core.tiers import Tier
 from zeroshard.device.copy_streams import CopyStreams
 from zeroshard.device.pinned import HostArena, slot_nbytes
 from zeroshard.offload.grad_store import GradStore
-from zeroshard.offload.shard_store import HostShardStore, MemoryShardStore, ShardStore
-from zeroshard.offload.step_numbers import WatchedShard
+from zeroshard.offload.shard_store import EditWatch, HostShardStore, ShardStore
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm, Handle
@@ -33,7 +32,7 @@ class TierOpening:
     """What the stores of a tier are made from. The sections are None if the configuration has none.
 
     ``streams``: copies between host memory and the device; None if they are one memory. ``watched`` gets
-    each shard that is not on the device. ``is_planned``: tensors are fake, so there is no file.
+    those of shards that are not on the device. ``is_planned``: tensors are fake, so there is no file.
     """
 
     tier: Tier
@@ -42,7 +41,7 @@ class TierOpening:
     optimizer: OffloadOptimizerConfig | None
     param: OffloadParamConfig | None
     streams: CopyStreams | None = None
-    watched: list[WatchedShard] = field(default_factory=list)
+    watched: list[EditWatch] = field(default_factory=list)
     is_planned: bool = False
 
 
@@ -67,6 +66,7 @@ class TierStores:
     def __init__(self, opening: TierOpening) -> None:
         self._opening = opening
         self.tier = opening.tier
+        self.arenas: list[HostArena] = []  # the page-locked memory
 
     @property
     def files(self) -> list[SwapFile]:
@@ -78,18 +78,13 @@ class TierStores:
         """Bytes that are reserved in them."""
         return sum(file.reserved_nbytes for file in self.files)
 
-    @property
-    def arenas(self) -> list[HostArena]:
-        """The page-locked memory."""
-        return []
-
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeroed memory ``[numel]`` for a shard."""
         return torch.zeros(numel, dtype=dtype, device=self._opening.device)
 
     def shard_store(self, unit: str, shard_S: Tensor) -> ShardStore:
         """The store of a unit's shard, which has its first values."""
-        return MemoryShardStore(shard_S, self.tier)
+        return ShardStore(shard_S, self.tier)
 
     def grad_store(self, unit: str, nbytes: int) -> GradStore | None:
         """The store of a unit's reduced gradient of ``nbytes``; None: it stays in its buffer."""
@@ -110,35 +105,24 @@ class TierStores:
 class HostStores(TierStores):
     """Host memory. On a GPU host a shard is pinned, since it is copied to the GPU for each use."""
 
-    def __init__(self, opening: TierOpening) -> None:
-        super().__init__(opening)
-        self._arenas: list[HostArena] = []
-
-    @property
-    def arenas(self) -> list[HostArena]:
-        """See :class:`TierStores`."""
-        return self._arenas
-
     def shard_store(self, unit: str, shard_S: Tensor) -> ShardStore:
-        """See :class:`TierStores`."""
         streams = self._opening.streams
         if streams is None:
             return super().shard_store(unit, shard_S)
         store = HostShardStore(shard_S, streams, tier=self.tier, name=unit)
-        self._opening.watched.append(store)
+        self._opening.watched.append(store.watch)
         return store
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See :class:`TierStores`."""
         if self._opening.device.type == "cpu":
             return super().allocate(numel, dtype)
         section = self._opening.param
         arena = HostArena(slot_nbytes(numel, dtype), section is not None and section.pin_memory)
-        self._arenas.append(arena)
+        self.arenas.append(arena)
         return arena.take(numel, dtype)
 
 
-class _FakeShardStore(MemoryShardStore):
+class _FakeShardStore(ShardStore):
     def all_gather(self, comm: Comm, full_N: Tensor, part_S: Tensor, *, name: str) -> Handle:
         return comm.all_gather(full_N, self.shard_S.to(full_N.device), name=name)
 
@@ -147,9 +131,7 @@ class FakeStores(TierStores):
     """Host memory under fake tensors, for a rank that may have a GPU."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See :class:`TierStores`."""
         return torch.zeros(numel, dtype=dtype)
 
     def shard_store(self, unit: str, shard_S: Tensor) -> ShardStore:
-        """See :class:`TierStores`."""
         return _FakeShardStore(shard_S, self.tier)

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from zeroshard.config.keys import nearest
 from zeroshard.config.params import OPTIMIZERS
 from zeroshard.errors import ConfigError, UnsupportedError
+from zeroshard.optim.inner_optimizer import rebind
 from zeroshard.optim.optimizers import FlexibleAdam, Group, Lamb, Lion, Muon
-from zeroshard.optim.twin import rebind
 
 __all__ = ["FlexibleAdam", "Lamb", "Lion", "Muon", "build_optimizer"]
 

@@ -83,17 +83,25 @@ class FusedFragment(NamedTuple):
 
 
 class Spans:
-    """Addresses for :meth:`CompiledAdam.update`. Keeps the tensors alive."""
+    """Addresses for :meth:`CompiledAdam.update`. Keeps the tensors alive.
 
-    def __init__(self, spans: Iterable[FusedFragment]) -> None:
+    ``bases``: those whose storages may be resized. A shard on disk has other memory for each update.
+    """
+
+    def __init__(self, spans: Iterable[FusedFragment], bases: Sequence[Tensor] = ()) -> None:
         self.kept = list(spans)
+        self.bases = bases
         self.numel = sum(span.master.numel() for span in self.kept)
         self.tensors = [t for span in self.kept for t in span if isinstance(t, Tensor)]
         self.array = (_Span * len(self.kept))()
-        self.locate()
+        self._bases_at: list[int] | None = None
 
     def locate(self) -> None:
-        """Read the addresses of the tensors. Needed again after a storage was resized."""
+        """Read the addresses of the tensors, unless those of ``bases`` are as they were."""
+        bases_at = [base.data_ptr() for base in self.bases]
+        if bases_at == self._bases_at:
+            return
+        self._bases_at = bases_at
         for entry, span in zip(self.array, self.kept, strict=True):
             assert span.master.numel() % SPAN_MULTIPLE == 0
             entry.master, entry.exp_avg = span.master.data_ptr(), span.exp_avg.data_ptr()
@@ -101,13 +109,6 @@ class Spans:
             entry.low = None if span.low is None else span.low.data_ptr()
             entry.grad_at, entry.numel = span.grad_at, span.master.numel()
             entry.group, entry.chunk = span.group, span.chunk
-
-
-def fits(*tensors: Tensor) -> bool:
-    """Whether these tensors may be the fp32 tensors of a span."""
-    return all(
-        t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors
-    )
 
 
 class CompiledAdam:
@@ -148,6 +149,7 @@ class CompiledAdam:
             entry.decoupled = group["decoupled_weight_decay"]
             entry.maximize = group["maximize"]
         addresses = (ctypes.c_void_p * len(grads))(*[grad.data_ptr() for grad in grads])
+        spans.locate()
         if host_memory.listeners:
             host_memory.host_access(reads=[*grads], writes=spans.tensors)
         self._calls[grads[0].dtype](
@@ -244,12 +246,11 @@ class FusedUpdate:
         ]
         self._library: CompiledAdam | None = None
         self.spans: Spans | None = None
-        self._base = self.addresses()
         self._tails: list[_Piece] = []
         if kernel.compiled is not None and _spans_fit(param_R, master_R, states):
-            self.spans = _spans(fragments, states, param_R if param_R is not master_R else None)
+            self.spans = _spans(fragments, states, master_R, param_R)
             self._tails = [
-                _piece(kernel, fragments, states, begin, _round_up(at + value.numel()))
+                _piece(kernel, fragments, states, begin, begin + SPAN_MULTIPLE)
                 for _, at, value in fragments
                 if (begin := at + _round_down(value.numel())) < at + value.numel()
             ]
@@ -271,37 +272,32 @@ class FusedUpdate:
         first copied into the master. ``threads``: the most that a compiled update may use; default: as
         many as torch's operations. The bits do not depend on it.
         """
-        if self.steps:
-            torch._foreach_add_(self.steps, 1)
-        spans, library = self.spans, self.library()
-        if spans is None or library is None or grad_R.dtype not in GRAD_DTYPES:
-            self._run_pieces(self._pieces, grad_R, factor, groups, keeps_grad)
-            return
-        if self._base != (base := self.addresses()):
-            spans.locate()
-            self._base = base
-        most = torch.get_num_threads() if threads is None else threads
-        library.update(spans, [grad_R], factor, groups, threads=threads_for(spans.numel, most))
-        self.run_tails(grad_R, factor, groups, keeps_grad=keeps_grad)
+        did = self.run_compiled(self.spans, self.steps, [grad_R], factor, groups, threads=threads)
+        self.run_pieces(grad_R, factor, groups, keeps_grad=keeps_grad, tails=did)
 
-    def library(self) -> CompiledAdam | None:
-        """The compiled update, if it is ready and can be used."""
-        if self._library is None and self.spans is not None:
-            assert self._kernel.compiled is not None
-            self._library = self._kernel.compiled()
-        return self._library
-
-    def run_tails(
+    def run_compiled(
         self,
-        grad_R: Tensor,
+        spans: Spans | None,
+        steps: list[Tensor],
+        grads: Sequence[Tensor],
         factor: float,
         groups: Sequence[Mapping[str, Any]],
         *,
-        keeps_grad: bool = False,
-    ) -> None:
-        """Update what is left of each fragment after :attr:`spans`."""
-        if self._tails:
-            self._run_pieces(self._tails, grad_R, factor, groups, keeps_grad)
+        threads: int | None = None,
+    ) -> bool:
+        """Increase ``steps``, and update ``spans`` if the compiled update can. Returns whether it can."""
+        if steps:
+            torch._foreach_add_(steps, 1)
+        if spans is None or grads[0].dtype not in GRAD_DTYPES:
+            return False
+        if self._library is None:
+            assert self._kernel.compiled is not None
+            self._library = self._kernel.compiled()
+        if self._library is None:
+            return False
+        threads = threads_for(spans.numel, torch.get_num_threads() if threads is None else threads)
+        self._library.update(spans, grads, factor, groups, threads=threads)
+        return True
 
     def changed(self) -> list[Tensor]:
         """Every tensor that :meth:`run` writes, apart from the gradient, once."""
@@ -309,24 +305,27 @@ class FusedUpdate:
         flats = [self._master_R, self._low_R, *(s[name] for s in self._states for name in names)]
         return list({id(flat): flat for flat in flats}.values())
 
-    def addresses(self) -> tuple[int, int]:
-        """Addresses of master and parameter. A shard on disk has other memory for each update."""
-        return self._master_R.data_ptr(), self._low_R.data_ptr()
-
-    def _run_pieces(
+    def run_pieces(
         self,
-        pieces: Sequence[_Piece],
         grad_R: Tensor,
         factor: float,
         groups: Sequence[Mapping[str, Any]],
+        *,
         keeps_grad: bool,
+        tails: bool,
     ) -> None:
-        """Update piece by piece, each in the master's dtype. A copy needs memory for one piece."""
+        """Update piece by piece, each in the master's dtype. A copy needs memory for one piece.
+
+        ``tails``: only what is left of each fragment after :attr:`spans`.
+        """
+        pieces = self._tails if tails else self._pieces
+        if not pieces:
+            return
         if grad_R.dtype == self._master_R.dtype and not keeps_grad:
             for piece in pieces:
                 self._run_piece(piece, grad_R[piece.begin : piece.end], factor, groups)
             return
-        longest = max((piece.end - piece.begin for piece in pieces), default=0)
+        longest = max(piece.end - piece.begin for piece in pieces)
         with self._lend(longest * self._master_R.element_size()):
             wide = self._master_R.new_empty(longest)
             for piece in pieces:
@@ -362,35 +361,30 @@ class JointUpdate:
     def __init__(self, updates: Sequence[FusedUpdate]) -> None:
         self.updates = list(updates)
         self._steps = [step for update in updates for step in update.steps]
-        self._bases = [update.addresses() for update in updates]
         self._spans: Spans | None = None
         if all(update.spans is not None for update in updates):
+            own = [update.spans for update in updates if update.spans is not None]
             self._spans = Spans(
-                span._replace(chunk=chunk)
-                for chunk, update in enumerate(updates)
-                if update.spans is not None
-                for span in update.spans.kept
+                (
+                    span._replace(chunk=chunk)
+                    for chunk, some in enumerate(own)
+                    for span in some.kept
+                ),
+                [base for some in own for base in some.bases],
             )
 
     def run(
         self, grads: Sequence[Tensor], factor: float, groups: Sequence[Mapping[str, Any]]
     ) -> None:
         """:meth:`FusedUpdate.run` of each update, with the gradient of the same index."""
-        dtypes = {grad.dtype for grad in grads}
-        spans, library = self._spans, self.updates[0].library()
-        if spans is None or library is None or len(dtypes) > 1 or dtypes.isdisjoint(GRAD_DTYPES):
-            for update, grad in zip(self.updates, grads, strict=True):
+        pairs = list(zip(self.updates, grads, strict=True))
+        if self._spans is None or len({grad.dtype for grad in grads}) > 1:
+            for update, grad in pairs:
                 update.run(grad, factor, groups)
             return
-        if self._steps:
-            torch._foreach_add_(self._steps, 1)
-        if self._bases != (bases := [update.addresses() for update in self.updates]):
-            spans.locate()
-            self._bases = bases
-        threads = threads_for(spans.numel, torch.get_num_threads())
-        library.update(spans, grads, factor, groups, threads=threads)
-        for update, grad in zip(self.updates, grads, strict=True):
-            update.run_tails(grad, factor, groups)
+        did = self.updates[0].run_compiled(self._spans, self._steps, grads, factor, groups)
+        for update, grad in pairs:
+            update.run_pieces(grad, factor, groups, keeps_grad=False, tails=did)
 
 
 def _piece(
@@ -420,30 +414,29 @@ def _round_down(numel: int) -> int:
     return numel // SPAN_MULTIPLE * SPAN_MULTIPLE
 
 
-def _round_up(numel: int) -> int:
-    return -(-numel // SPAN_MULTIPLE) * SPAN_MULTIPLE
-
-
 def _spans_fit(param_R: Tensor, master_R: Tensor, states: Sequence[Mapping[str, Any]]) -> bool:
     if param_R is not master_R and param_R.dtype != torch.bfloat16:
         return False
+    names = "exp_avg", "exp_avg_sq", "step"
+    wide = [master_R, *(state[name] for state in states for name in names)]
     return all(
-        fits(master_R, state["exp_avg"], state["exp_avg_sq"], state["step"]) for state in states
+        t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in wide
     )
 
 
 def _spans(
     fragments: Sequence[tuple[int, int, Tensor]],
     states: Sequence[Mapping[str, Any]],
-    param_R: Tensor | None,
+    master_R: Tensor,
+    param_R: Tensor,
 ) -> Spans:
     spans = []
     for (group, at, value), state in zip(fragments, states, strict=True):
         if numel := _round_down(value.numel()):
             flat = [t.view(-1)[:numel] for t in (value, state["exp_avg"], state["exp_avg_sq"])]
-            low = None if param_R is None else param_R[at : at + numel]
+            low = None if param_R is master_R else param_R[at : at + numel]
             spans.append(FusedFragment(group, at, flat[0], flat[1], flat[2], state["step"], low))
-    return Spans(spans)
+    return Spans(spans, [master_R, param_R])
 
 
 def sync_master_from_param(master: Tensor, low: Tensor) -> None:

@@ -23,11 +23,10 @@ from torch.optim import Optimizer
 
 from zeroshard.device.choice import ops_of
 from zeroshard.memory.storage import real_view
+from zeroshard.optim.inner_optimizer import twin_of, without_hooks
 from zeroshard.optim.kernels import steps_chunk_by_chunk
 from zeroshard.optim.optimizers import Group
 from zeroshard.optim.state_tree import flat, grown, is_keepable, is_nested, unkeyed
-from zeroshard.optim.step_hooks import without_hooks
-from zeroshard.optim.twin import twin_of
 
 _NUMEL = 128 * 96
 _CUT = 67 * 64  # elements: a legal cut, and both parts exceed 4096, where 8-bit optimizers begin

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import UsageError
+from zeroshard.optim.inner_optimizer import GLOBAL_POST, GLOBAL_PRE, has_hooks, without_hooks
 from zeroshard.optim.state_tree import unkeyed
-from zeroshard.optim.step_hooks import GLOBAL_POST, GLOBAL_PRE, has_hooks, without_hooks
 from zeroshard.zero.sharded_parameter import owner_of
 
 

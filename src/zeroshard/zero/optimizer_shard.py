@@ -46,8 +46,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.memory import storage
-from zeroshard.offload.early_update import EarlyUpdates
-from zeroshard.offload.host_chunk import HostChunk, HostGradStore, nothing
+from zeroshard.offload.async_update import EarlyUpdates
+from zeroshard.offload.grad_store import HostGradStore, nothing
+from zeroshard.offload.host_chunk import HostChunk
 from zeroshard.optim.fused_update import PIECE_NUMEL, sync_master_from_param
 from zeroshard.optim.state_tree import flat, replace
 from zeroshard.zero.clip import Cuts, measure

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.process_group import ProcessGroupComm, joining
 from zeroshard.core.tiers import Tier
-from zeroshard.offload.shard_store import MemoryShardStore
+from zeroshard.offload.shard_store import ShardStore
 from zeroshard.zero.full_params import FullParams
 from zeroshard.zero.unit import Unit, UnitState, begin_gathers, end_gathers, free, open_gathers
 
@@ -104,7 +104,7 @@ def groups_of(units: Iterable[Unit]) -> list[UnitGroup]:
     members: dict[tuple[str, ProcessGroupComm], list[Unit]] = defaultdict(list)
     for unit in units:
         comm = joining(unit.comm)
-        in_memory = type(unit.store) is MemoryShardStore and unit.store.tier is Tier.DEVICE
+        in_memory = type(unit.store) is ShardStore and unit.store.tier is Tier.DEVICE
         if unit.group and in_memory and comm is not None:
             members[unit.group, comm].append(unit)
     return [UnitGroup(found, comm) for (_, comm), found in members.items() if len(found) > 1]

@@ -19,12 +19,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.core.ledger import Ledger
-from zeroshard.offload.async_update import AsyncUpdateWorker, Wait
-from zeroshard.offload.early_update import EarlyUpdates
+from zeroshard.offload.async_update import AsyncUpdateWorker, EarlyUpdates, Wait
 from zeroshard.offload.stores import has_copy_streams
 from zeroshard.optim.fused_update import UpdateKernel
+from zeroshard.optim.inner_optimizer import has_hooks, hook_counts
 from zeroshard.optim.kernels import deciding_options, kernel_of, steps_chunk_by_chunk
-from zeroshard.optim.step_hooks import has_hooks, hook_counts
 from zeroshard.zero.device_update import DeviceUpdate, Part, may_update
 from zeroshard.zero.optimizer_object import OptimizerObject, is_patched
 from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard

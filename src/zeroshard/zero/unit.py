@@ -62,7 +62,7 @@ from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DistributedError, UnitStateError, UsageError
 from zeroshard.memory.storage import has_more_uses, resize, uses
-from zeroshard.offload.shard_store import AllocateShard, MemoryShardStore, ShardStore
+from zeroshard.offload.shard_store import AllocateShard, ShardStore
 from zeroshard.watchdog.rank_status import READ
 from zeroshard.zero import sharded_parameter
 from zeroshard.zero.full_params import FullParams
@@ -145,7 +145,7 @@ class Unit:
         comm: Comm,
         ledger: Ledger,
         device: torch.device,
-        store_of: Callable[[Tensor], ShardStore] = MemoryShardStore,
+        store_of: Callable[[Tensor], ShardStore] = ShardStore,
         room: AllocateShard | None = None,
         has_copies: bool = False,
         group: str = "",
@@ -667,7 +667,7 @@ class Unit:
         self.ledger.hold("parameters", self.name, 0, self.store.tier)
         if not self.resident:
             self.shard_S = torch.empty(0, dtype=self.shard_S.dtype)
-            self.store = MemoryShardStore(self.shard_S)
+            self.store = ShardStore(self.shard_S)
 
 
 # ---------------------------------------------------------------------- several units at once

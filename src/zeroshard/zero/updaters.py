@@ -25,8 +25,7 @@ from torch import Tensor
 
 from zeroshard.core.ledger import Ledger
 from zeroshard.memory.storage import real_view
-from zeroshard.offload.async_update import AsyncUpdateWorker, Wait
-from zeroshard.offload.early_update import EarlyUpdates
+from zeroshard.offload.async_update import AsyncUpdateWorker, EarlyUpdates, Wait
 from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer
 from zeroshard.optim.fused_update import FusedUpdate, JointUpdate, UpdateKernel
 from zeroshard.zero.optimizer_object import OptimizerObject
@@ -377,7 +376,7 @@ class AsyncHostUpdater(HostUpdater):
 class EarlyHostUpdater(AsyncHostUpdater):
     """In host memory, and begun before the step if that is likely to be right.
 
-    See [Note: early updates] in :mod:`zeroshard.offload.early_update`.
+    See [Note: early updates] in :mod:`zeroshard.offload.async_update`.
     """
 
     def __init__(self, *args: Any, early: EarlyUpdates) -> None:

@@ -1,23 +1,29 @@
-"""Makes an optimizer update other tensors, and makes a new one of the same class and options."""
+"""An optimizer object: other tensors for it, a new one of its class and options, and its step hooks."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from zeroshard.optim.optimizers import Group
 
 _ATTRIBUTES_OF_TORCH = ("step", "zero_grad", "train", "eval", "state", "param_groups", "defaults")
 _PLAIN = (int, float, str, type, FunctionType, BuiltinFunctionType, functools.partial)
+
+# Step hooks that the program registered for all optimizers.
+GLOBAL_PRE: dict[int, Any] = torch_optimizer._global_optimizer_pre_hooks
+GLOBAL_POST: dict[int, Any] = torch_optimizer._global_optimizer_post_hooks
 
 
 def twin_of(optimizer: Optimizer, groups: Iterable[Group], *, lr: float | None = None) -> Any:
@@ -83,5 +89,34 @@ def rebind(
         group.pop("param_names", None)
     optimizer.state.clear()
     if fresh_state:
-        with suppress(Exception):  # the constructor needs more than groups: step() makes the state
+        with contextlib.suppress(
+            Exception
+        ):  # the constructor needs more than groups: step() makes the state
             optimizer.state.update(twin_of(optimizer, optimizer.param_groups).state)
+
+
+def has_hooks(inner: Optimizer) -> bool:
+    """Whether the program registered step hooks, for the engine's optimizer or for all."""
+    return hook_counts(inner) != (1, 0, 0, 0)  # one refuses direct calls of step()
+
+
+def hook_counts(inner: Optimizer) -> tuple[int, ...]:
+    """Numbers of step hooks: before and after, of this optimizer and of all."""
+    pre, post = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
+    return len(pre), len(post), len(GLOBAL_PRE), len(GLOBAL_POST)
+
+
+@contextlib.contextmanager
+def without_hooks(inner: Optimizer) -> Iterator[None]:
+    """``step`` runs no hooks inside the block."""
+    own = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
+    kept = [(hooks, dict(hooks)) for hooks in (GLOBAL_PRE, GLOBAL_POST)]
+    inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = own
+        for hooks, entries in kept:
+            hooks.update(entries)
