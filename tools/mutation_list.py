@@ -1307,8 +1307,8 @@ MUTATIONS = [
     Mutation(
         "layouts-not-compared",
         "engine/build.py",
-        'return {"parameter": layout_digest(draft.specs)}',
-        'return {"parameter": ""}',
+        'shared = {"parameter": layout_digest(draft.specs)}',
+        'shared = {"parameter": ""}',
         "tests/ranks/test_mesh_mistakes.py::test_mistakes_with_experts_and_nodes_are_errors_on_every_rank",
     ),
     Mutation(
@@ -1370,8 +1370,8 @@ MUTATIONS = [
     Mutation(
         "experts-of-other-ranks-unknown-to-a-load",
         "engine/checkpoint_loader.py",
-        "if self._mesh.pipeline * self._mesh.expert == 1:",
-        "if self._mesh.pipeline == 1:",
+        "if self.mesh.pipeline * self.mesh.expert == 1:",
+        "if self.mesh.pipeline == 1:",
         "tests/ranks/test_expert_checkpoints.py::test_other_ranks_continue",
     ),
     Mutation(

@@ -136,7 +136,7 @@ def test_on_a_mesh_each_purpose_has_a_process_group_of_its_own_on_a_device(backe
 
     rank = dist.get_rank()
     peer = Peer(rank, mock.Mock(), "")
-    ranks = module.SetUpRanks((0, 1), rank, 1, "initialize", WatchdogSettings(), None)
+    ranks = module.SetUpRanks((0, 1), rank, 1, mock.Mock(), "initialize", WatchdogSettings(), None)
     opener = module.SessionOpener(ranks, {rank: peer}, "auto", CUDA, mock.Mock(), None)
     kind = module.GroupKind("holders", [(0,), (1,)])
     with (

@@ -83,61 +83,34 @@ STRAY: dict[str, str] = {
 
 
 MEANT: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            *("per_device_train_batch_size", "per_gpu_train_batch_size", "per_device_batch_size"),
-            *("micro_batch_size", "micro_batch_size_per_gpu", "train_micro_batch_size"),
-            *("local_batch_size", "device_batch_size", "mbs"),
-        ),
-        "train_micro_batch_size_per_gpu",
-    ),
-    **dict.fromkeys(
-        ("global_batch_size", "total_batch_size", "effective_batch_size", "gbs"), "train_batch_size"
-    ),
-    **dict.fromkeys(
-        (
-            *("accumulate_grad_batches", "accumulation_steps", "grad_accum_steps", "grad_accum"),
-            *("grad_acc_steps", "gradient_accumulation"),
-        ),
-        "gradient_accumulation_steps",
-    ),
-    **dict.fromkeys(
-        ("max_grad_norm", "clip_grad", "grad_clip", "gradient_clip_val", "clip_grad_norm"),
-        "gradient_clipping",
-    ),
-    **dict.fromkeys(("learning_rate", "base_lr"), "optimizer.params.lr"),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), "optimizer.params.betas"),
-    **{"adam_epsilon": "optimizer.params.eps", "wd": "optimizer.params.weight_decay"},
-    **dict.fromkeys(("optim", "optimizer_type", "optimizer_name"), "optimizer.type"),
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler_type"), "scheduler.type"),
-    **dict.fromkeys(
-        ("warmup_steps", "lr_warmup_steps", "num_warmup_steps"), "scheduler.params.warmup_num_steps"
-    ),
-    **dict.fromkeys(
-        ("max_steps", "total_steps", "num_training_steps"), "scheduler.params.total_num_steps"
-    ),
-    **dict.fromkeys(
-        ("zero_stage", "zero", "zero_level", "sharding_strategy"), "zero_optimization.stage"
-    ),
-    **dict.fromkeys(
-        (
-            *("mixed_precision", "precision", "dtype", "torch_dtype", "param_dtype", "half"),
-            "use_amp",
-        ),
-        "bf16.enabled or fp16.enabled",
-    ),
-    **dict.fromkeys(("logging_steps", "log_every_n_steps", "log_interval"), "steps_per_print"),
-    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size"), "parallel.tensor"),
-    **dict.fromkeys(
-        ("pipeline_parallel_size", "pipeline_model_parallel_size"), "parallel.pipeline"
-    ),
-    **dict.fromkeys(
-        ("offload_params", "offload_parameters", "param_offload"), "zero_optimization.offload_param"
-    ),
-    **dict.fromkeys(
-        ("offload_optim", "optimizer_offload", "offload_optimizer_device"),
-        "zero_optimization.offload_optimizer",
-    ),
+    name: key
+    for key, names in {
+        "train_micro_batch_size_per_gpu": "per_device_train_batch_size per_gpu_train_batch_size mbs "
+        "per_device_batch_size micro_batch_size micro_batch_size_per_gpu train_micro_batch_size "
+        "local_batch_size device_batch_size",
+        "train_batch_size": "global_batch_size total_batch_size effective_batch_size gbs",
+        "gradient_accumulation_steps": "accumulate_grad_batches accumulation_steps grad_accum "
+        "grad_accum_steps grad_acc_steps gradient_accumulation",
+        "gradient_clipping": "max_grad_norm clip_grad grad_clip gradient_clip_val clip_grad_norm",
+        "optimizer.params.lr": "learning_rate base_lr",
+        "optimizer.params.betas": "adam_beta1 adam_beta2",
+        "optimizer.params.eps": "adam_epsilon",
+        "optimizer.params.weight_decay": "wd",
+        "optimizer.type": "optim optimizer_type optimizer_name",
+        "scheduler.type": "lr_scheduler_type lr_scheduler scheduler_type",
+        "scheduler.params.warmup_num_steps": "warmup_steps lr_warmup_steps num_warmup_steps",
+        "scheduler.params.total_num_steps": "max_steps total_steps num_training_steps",
+        "zero_optimization.stage": "zero_stage zero zero_level sharding_strategy",
+        "bf16.enabled or fp16.enabled": "mixed_precision precision dtype torch_dtype param_dtype half "
+        "use_amp",
+        "steps_per_print": "logging_steps log_every_n_steps log_interval",
+        "parallel.tensor": "tensor_parallel_size tensor_model_parallel_size",
+        "parallel.pipeline": "pipeline_parallel_size pipeline_model_parallel_size",
+        "zero_optimization.offload_param": "offload_params offload_parameters param_offload",
+        "zero_optimization.offload_optimizer": "offload_optim optimizer_offload "
+        "offload_optimizer_device",
+    }.items()
+    for name in names.split()
 }
 """Names that other libraries have for a key, in small letters -> the key. The nearest name would be
 another one, for example a batch of all ranks for a batch of one."""

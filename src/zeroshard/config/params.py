@@ -233,24 +233,30 @@ TORCH_SCHEDULERS = (
 
 
 OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
-    "optimizer": {
-        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "fusedadamw"), "AdamW"),
-        **dict.fromkeys(("adamw_apex_fused", "adamw_anyprecision", "torch_adamw"), "AdamW"),
-        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "AdamW"),
-        **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "AdamW"),
-        **dict.fromkeys(("fusedadam", "cpuadam", "deepspeedcpuadam", "torch_adam"), "Adam"),
-        **dict.fromkeys(("fusedlamb", "deepspeedcpulamb"), "Lamb"),
-        **dict.fromkeys(("fusedlion", "cpulion", "deepspeedcpulion", "lion_32bit"), "Lion"),
-        **dict.fromkeys(("cpuadagrad", "deepspeedcpuadagrad"), "Adagrad"),
-    },
-    "scheduler": {
-        **dict.fromkeys(("cosine", "cosine_with_min_lr", "cosine_warmup"), "WarmupCosineLR"),
-        **dict.fromkeys(("linear", "linear_with_warmup"), "WarmupDecayLR"),
-        **dict.fromkeys(("constant_with_warmup", "warmup"), "WarmupLR"),
-        **{"cosine_with_restarts": "CosineAnnealingWarmRestarts", "constant": "ConstantLR"},
-        **{"polynomial": "PolynomialLR", "step": "StepLR", "exponential": "ExponentialLR"},
-        **{"multistep": "MultiStepLR", "cosineannealing": "CosineAnnealingLR"},
-    },
+    section: {name: kind for kind, names in kinds.items() for name in names.split()}
+    for section, kinds in {
+        "optimizer": {
+            "AdamW": "adamw_torch adamw_torch_fused adamw_hf fusedadamw adamw_apex_fused torch_adamw "
+            "adamw_anyprecision adamw_8bit adamw_bnb_8bit paged_adamw_8bit paged_adamw "
+            "paged_adamw_32bit",
+            "Adam": "fusedadam cpuadam deepspeedcpuadam torch_adam",
+            "Lamb": "fusedlamb deepspeedcpulamb",
+            "Lion": "fusedlion cpulion deepspeedcpulion lion_32bit",
+            "Adagrad": "cpuadagrad deepspeedcpuadagrad",
+        },
+        "scheduler": {
+            "WarmupCosineLR": "cosine cosine_with_min_lr cosine_warmup",
+            "WarmupDecayLR": "linear linear_with_warmup",
+            "WarmupLR": "constant_with_warmup warmup",
+            "CosineAnnealingWarmRestarts": "cosine_with_restarts",
+            "ConstantLR": "constant",
+            "PolynomialLR": "polynomial",
+            "StepLR": "step",
+            "ExponentialLR": "exponential",
+            "MultiStepLR": "multistep",
+            "CosineAnnealingLR": "cosineannealing",
+        },
+    }.items()
 }
 """Section -> names that other libraries have for a type, in small letters -> the type that is meant."""
 

@@ -21,7 +21,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import (
@@ -111,38 +111,10 @@ class PassBegin:
     noted: deque[Any] = field(default_factory=deque)  # sampler states at batches drawn ahead
 
 
-class LoaderPosition(Protocol):
-    """The position of a loader. There is one class for each way of choosing samples."""
-
-    kind: str
-
-    def begin(self) -> PassBegin:
-        """A pass begins."""
-        ...
-
-    def reach(self, begun: PassBegin, batches: int) -> None:
-        """The pass has yielded ``batches`` batches on this rank."""
-        ...
-
-    def end(self, begun: PassBegin) -> None:
-        """The pass has no more batches."""
-        ...
-
-    def place(self) -> Any:
-        """Where the loader is now. Costs nothing, so it can be asked for in every step."""
-        ...
-
-    def state(self, place: Any) -> dict[str, Any]:
-        """A place as plain data, which a position of the same kind can load."""
-        ...
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass begin at ``state``.
-
-        Raises:
-            CheckpointError: the state does not fit; the position is unchanged.
-        """
-        ...
+# There is one class for each way of choosing samples. ``begin``: a pass begins. ``reach``: it has yielded
+# so many batches on this rank. ``end``: it has no more. ``place``: where the loader is now; it costs
+# nothing, since every step asks. ``state``: a place as plain data. ``load``: the next pass begins there;
+# if the state does not fit, this raises CheckpointError and changes nothing.
 
 
 class EpochPosition:
@@ -172,7 +144,7 @@ class EpochPosition:
     def place(self) -> tuple[int, int]:
         return self._sampler.epoch, self._sampler.consumed
 
-    def state(self, place: tuple[int, int]) -> dict[str, Any]:
+    def state(self, place: Any) -> dict[str, Any]:
         sampler = self._sampler
         return {
             "epoch": place[0],
@@ -235,7 +207,7 @@ class StreamPosition:
     def place(self) -> int:
         return self._batches
 
-    def state(self, place: int) -> dict[str, Any]:
+    def state(self, place: Any) -> dict[str, Any]:
         return {"batches": place, **self._cut}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -393,10 +365,10 @@ class ResumableLoader(DataLoader[Any]):
         )
         self.data_sampler = sampler  # DeepSpeed's name; None for a stream
         self.dp_rank = dp_rank
-        self._fused_updates = 0  # index of the current pass, or of the next one
+        self._passes = 0  # index of the current pass, or of the next one
         self.is_inside = False  # whether a pass has begun and not ended
         self._step_began: Any = None  # the place in this pass where the running step began
-        self._position: LoaderPosition
+        self._position: EpochPosition | StreamPosition | SamplerPosition
         if is_stream:
             self._position = StreamPosition(batch_size, dp_size, num_workers)
         elif isinstance(sampler, ResumableSampler):
@@ -407,7 +379,7 @@ class ResumableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """One pass: the rest of the epoch after a resume, otherwise all of it."""
-        self._fused_updates += self.is_inside
+        self._passes += self.is_inside
         self.is_inside = True
         begun = self._position.begin()
         self._step_began = self._position.place()
@@ -415,7 +387,7 @@ class ResumableLoader(DataLoader[Any]):
             _seed(
                 torch.initial_seed(),
                 self.dp_rank,
-                self._fused_updates,
+                self._passes,
                 begun.samples,
                 begun.batches,
             )
@@ -427,7 +399,7 @@ class ResumableLoader(DataLoader[Any]):
             self._position.reach(begun, count)
             yield batch
         self._position.end(begun)
-        self._fused_updates += 1
+        self._passes += 1
         self.is_inside = False
 
     def end_step(self) -> None:
@@ -444,7 +416,7 @@ class ResumableLoader(DataLoader[Any]):
         place = self._step_began if goes_back else self._position.place()
         return {
             "kind": self._position.kind,
-            "passes": self._fused_updates,
+            "passes": self._passes,
             **self._position.state(place),
         }
 
@@ -466,7 +438,7 @@ class ResumableLoader(DataLoader[Any]):
             )
         passes = _count(state, "passes")
         self._position.load(state)
-        self._fused_updates, self.is_inside = passes, False
+        self._passes, self.is_inside = passes, False
 
 
 def _read_again(batches: Iterator[Any], count: int) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -118,21 +118,13 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         raise
     settings = draft.loaded.config
     choose_device(draft.device)  # events are recorded, and kernels queued, on the current device
+    plan, details = _plan(draft)
     watch = open_session(
         transport=settings.transport,
         device=draft.device,
         trust=settings.trust,
-        plan=_joined(
-            draft.loaded.agreed(),  # first: what differs here may be why the rest does
-            {
-                "ranks that share key/value heads": str(list(draft.head_copies)),
-                "ranks that share experts": str(list(draft.expert_sizes)),
-            },
-            agreed_layers(draft),
-            _shared_plan(draft),
-            _agreed_groups(draft),
-        ),
-        details=_in_detail(draft),
+        plan=plan,
+        details=details,
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
         kinds=list(
@@ -152,39 +144,32 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         raise
 
 
-def _shared_plan(draft: Draft) -> dict[str, str]:
-    """What all ranks must share of the model. The units of pipeline ranks differ."""
-    model = draft.model
+def _plan(draft: Draft) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """What all ranks must share, and the lines that digests in it are of. The units of stages differ."""
+    model, groups = draft.model, {}
     if isinstance(model, PipelineModel):
         first = ", ".join(pieces[0] for pieces in model.stages if pieces)
-        return {
+        details = {}
+        shared = {
             "pipeline schedule": f"{model.schedule}, gather {model.gather}, reduce {model.reduce}, "
             f"auto_limit_nbytes {model.auto_limit_nbytes}",
             "first pieces of the pipeline stages": first,
             "whole model": model.digest,
         }
-    return {"parameter": layout_digest(draft.specs)}
-
-
-def _in_detail(draft: Draft) -> dict[str, list[str]]:
-    """What :func:`_shared_plan` has digests of."""
-    return (
-        {} if isinstance(draft.model, PipelineModel) else {"parameter": layout_lines(draft.specs)}
-    )
-
-
-def _joined(*parts: Mapping[str, str]) -> dict[str, str]:
-    """All ``parts``. A key of two of them would be compared for one only."""
+    else:
+        details = {"parameter": layout_lines(draft.specs)}
+        shared = {"parameter": layout_digest(draft.specs)}
+    if draft.mesh.pipeline > 1 and draft.optimizer is not None:
+        groups = groups_in_words(draft.optimizer)
+    ranks = {
+        "ranks that share key/value heads": str(list(draft.head_copies)),
+        "ranks that share experts": str(list(draft.expert_sizes)),
+    }
+    # What differs in the configuration may be why the rest does.
+    parts = [draft.loaded.agreed(), ranks, agreed_layers(draft), shared, groups]
     plan = {key: value for part in parts for key, value in part.items()}
-    assert len(plan) == sum(map(len, parts))
-    return plan
-
-
-def _agreed_groups(draft: Draft) -> dict[str, str]:
-    """What all ranks of a pipeline must share of their param groups."""
-    if draft.mesh.pipeline == 1 or draft.optimizer is None:
-        return {}
-    return groups_in_words(draft.optimizer)
+    assert len(plan) == sum(map(len, parts)), "a key of two parts would be compared for one only"
+    return plan, details
 
 
 def gathers_while_reducing(settings: Config) -> bool:
@@ -354,31 +339,20 @@ def _exchange(
 def _make_savers(
     draft: Draft, runtime: ZeroRuntime, watch: CommSession
 ) -> tuple[CheckpointSaver, CheckpointLoader]:
-    settings, mesh = draft.loaded.config, draft.mesh
-    counts = _counts(draft, watch)
-    local = LocalState(runtime.units, runtime.optimizer, counts)
-    saver = CheckpointSaver(
-        settings.checkpoint,
-        stage=int(settings.zero_optimization.stage),
-        local=local,
-        control_group=watch.control_group,
-        rank_info=draft.rank_info,
-        device=draft.device,
-        ledger=runtime.ledger,
-        uses_disk=runtime.stores.uses_disk,
-        mesh=mesh,
+    settings = draft.loaded.config
+    both: dict[str, Any] = {
+        "section": settings.checkpoint,
+        "local": LocalState(runtime.units, runtime.optimizer, _counts(draft, watch)),
+        "control_group": watch.control_group,
+        "rank_info": draft.rank_info,
+        "device": draft.device,
+        "mesh": draft.mesh,
+    }
+    stage, uses_disk = int(settings.zero_optimization.stage), runtime.stores.uses_disk
+    return (
+        CheckpointSaver(**both, stage=stage, ledger=runtime.ledger, uses_disk=uses_disk),
+        CheckpointLoader(**both, comm=watch.world, life=runtime.life),
     )
-    loader = CheckpointLoader(
-        settings.checkpoint,
-        local=local,
-        comm=watch.world,
-        control_group=watch.control_group,
-        rank_info=draft.rank_info,
-        device=draft.device,
-        life=runtime.life,
-        mesh=mesh,
-    )
-    return saver, loader
 
 
 def _counts(draft: Draft, watch: CommSession) -> Callable[[Slot], bool]:

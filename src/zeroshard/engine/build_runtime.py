@@ -69,7 +69,6 @@ class ZeroRuntime:
 
     stage: Stage
     units: list[Unit]
-    wrapped_modules: list[WrappedModule]
     prefetcher: Prefetcher
     reducer: GradReducer
     optimizer: ShardedOptimizer | None
@@ -157,7 +156,7 @@ def build_runtime(
         sharded = None if optimizer is None else _build_optimizer(optimizer, reducer, frame)
         undo.pop_all()
     return ZeroRuntime(
-        stage, units, prefetcher.wrapped_modules, prefetcher, reducer, sharded, ledger, plan,
+        stage, units, prefetcher, reducer, sharded, ledger, plan,
         stores, forecast, life, traffic,
         [unit for spec, unit in zip(specs, units, strict=True) if spec.pipeline_stage is None],
     )  # fmt: skip

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -61,41 +61,22 @@ class _Opened:
     rank: int
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Checked:
-    """A checkpoint that fits. ``names``: the model's name of a parameter -> the checkpoint's."""
-
-    names: Mapping[str, str]
-    shared: Mapping[str, Any]
-
-
+@dataclass(frozen=True, eq=False)
 class CheckpointLoader:
     """Loads checkpoints into one engine. ``life``: of that engine; it is half loaded meanwhile.
 
-    ``comm`` and ``control_group`` are over all ranks of the run, whatever ranks share units. ``mesh``:
-    None if every rank trains on samples of its own.
+    ``comm`` and ``control_group`` are over all ranks of the run, whatever ranks share units.
     """
 
-    def __init__(
-        self,
-        section: CheckpointConfig,
-        *,
-        local: LocalState,
-        comm: Comm,
-        control_group: ControlGroup,
-        rank_info: RankInfo,
-        device: torch.device,
-        life: Life,
-        mesh: Mesh | None = None,
-    ) -> None:
-        self._section = section
-        self._local = local
-        self._comm = comm
-        self._control_group = control_group
-        self._rank_info = rank_info
-        self._device = device
-        self._life = life
-        self._mesh = mesh or Mesh(data_shard=rank_info.world_size)
+    section: CheckpointConfig
+    _: KW_ONLY
+    local: LocalState
+    comm: Comm
+    control_group: ControlGroup
+    rank_info: RankInfo
+    device: torch.device
+    life: Life
+    mesh: Mesh
 
     def load(
         self,
@@ -113,7 +94,7 @@ class CheckpointLoader:
 
         The objects of ``state`` are changed in place. The caller takes over the counters.
         """
-        assert self._comm.size == self._control_group.size, "files are sent between all ranks"
+        assert self.comm.size == self.control_group.size, "files are sent between all ranks"
         self._check_pins()
         root = Path(directory)
         tried: list[str] = []
@@ -128,10 +109,12 @@ class CheckpointLoader:
                 tried.append(str(error))
                 continue
             with contextlib.closing(opened.source) as source:
-                checked = self._check(opened, state, strict=strict, optimizer_states=with_state)
+                names, shared = self._check(
+                    opened, state, strict=strict, optimizer_states=with_state
+                )
                 damage = self._fill(
                     opened,
-                    checked.names,
+                    names,
                     state.module,
                     with_state=with_state,
                     only_finite=tag is places.NEWEST,
@@ -140,23 +123,22 @@ class CheckpointLoader:
                     tried.append(damage)
                     continue
                 restored = functools.partial(
-                    self._restore,
-                    state,
-                    checked.shared,
-                    opened.own,
-                    with_optimizer=optimizer_states,
-                    with_scheduler=scheduler_states,
-                )
-                counters = None if module_only else self._on_all(restored, source)
-                self._life.end_load()
+                    self._restore, state, shared, opened.own,
+                    with_optimizer=optimizer_states, with_scheduler=scheduler_states,
+                )  # fmt: skip
+                failed, doing = f"{source.path} was not loaded", "restoring the state of the engine"
+                counters = None
+                if not module_only:
+                    counters, _ = run_on_all_ranks(self.control_group, failed, doing, restored)
+                self.life.end_load()
                 self._report(tried, source)
-                return Loaded(source.path, checked.shared.get("client_state", {}), counters)
+                return Loaded(source.path, shared.get("client_state", {}), counters)
         # With separate directories ranks may have other reasons. Rank 0's is raised, as elsewhere.
         why = f"no checkpoint was loaded from {root}: {' '.join(tried)}"
-        raise CheckpointError(self._control_group.broadcast(why, topic="telling why"))
+        raise CheckpointError(self.control_group.broadcast(why, topic="telling why"))
 
     def _check_pins(self) -> None:
-        for unit in self._local.units:
+        for unit in self.local.units:
             if unit.pin_count:
                 raise UsageError(
                     f"engine.load_checkpoint() while unit {unit.name!r} is gathered by "
@@ -167,7 +149,7 @@ class CheckpointLoader:
         """The checkpoints to try, in order; rank 0 decides. Empty: there is none, and ``missing_ok``."""
 
         def look() -> list[str]:
-            if self._rank_info.rank:
+            if self.rank_info.rank:
                 return []
             if root.exists() and not root.is_dir():
                 raise CheckpointError(
@@ -185,7 +167,7 @@ class CheckpointLoader:
             return [newest, *places.fallbacks(root, newest)]
 
         _, names = run_on_all_ranks(
-            self._control_group,
+            self.control_group,
             f"no checkpoint was loaded from {root}",
             "looking for the checkpoint",
             look,
@@ -206,10 +188,10 @@ class CheckpointLoader:
         def needs(manifest: Manifest) -> set[int]:
             dp_ranks = manifest.dp_ranks or range(manifest.world_size)
             before = self._predecessor(manifest.mesh or "", dp_ranks)
-            return restore.needed_files(manifest, self._local, before.rank, before.read_ranks)
+            return restore.needed_files(manifest, self.local, before.rank, before.read_ranks)
 
         fetch_missing(
-            root / name, self._comm, self._control_group, failed, needs=needs, device=self._device
+            root / name, self.comm, self.control_group, failed, needs=needs, device=self.device
         )
         with contextlib.ExitStack() as on_error:  # another rank's error closes the files too
 
@@ -220,23 +202,23 @@ class CheckpointLoader:
                 source.probe(before.rank)
                 return _Opened(source, _own_state(source, before), before.rank)
 
-            opened, _ = run_on_all_ranks(self._control_group, failed, "opening it", look)
+            opened, _ = run_on_all_ranks(self.control_group, failed, "opening it", look)
             on_error.pop_all()
         return opened
 
     def _predecessor(self, mesh: str, dp_ranks: Sequence[int]) -> rng.Predecessor:
-        return rng.predecessor(self._rank_info.rank, self._mesh, mesh, dp_ranks)
+        return rng.predecessor(self.rank_info.rank, self.mesh, mesh, dp_ranks)
 
     def _names_elsewhere(self, module: torch.nn.Module) -> tuple[set[str], set[str]]:
         """Parameters and buffers of all ranks, by name; empty if every rank has all. Collective."""
-        if self._mesh.pipeline * self._mesh.expert == 1:
+        if self.mesh.pipeline * self.mesh.expert == 1:
             return set(), set()
         own = {
-            "parameters": [slot.fqn for unit in self._local.units for slot in unit.layout.slots],
+            "parameters": [slot.fqn for unit in self.local.units for slot in unit.layout.slots],
             "buffers": list(persistent_buffers(module)),
         }
         _, joined = run_on_all_ranks(
-            self._control_group,
+            self.control_group,
             "the model cannot be loaded",
             "collecting the names of its parameters",
             lambda: own,
@@ -249,25 +231,29 @@ class CheckpointLoader:
 
     def _check(
         self, opened: _Opened, state: TrainingState, *, strict: bool, optimizer_states: bool
-    ) -> _Checked:
-        """Compare the checkpoint with the model and the optimizer."""
-        local, source = self._local, opened.source
+    ) -> tuple[Mapping[str, str], Mapping[str, Any]]:
+        """Compare the checkpoint with the model and the optimizer.
+
+        Returns the checkpoint's name of each parameter, and the state that ranks share.
+        """
+        local, source = self.local, opened.source
         other_parameters, other_buffers = self._names_elsewhere(state.module)
         shapes = {s.fqn: global_shape(s) for unit in local.units for s in unit.layout.slots}
 
-        def compare() -> _Checked:
+        def compare() -> tuple[Mapping[str, str], Mapping[str, Any]]:
             names = restore.match(source, shapes, strict=strict, elsewhere=other_parameters).names
-            shared = source.shared(allow_pickle=self._section.allow_pickle)
+            shared = source.shared(allow_pickle=self.section.allow_pickle)
             if optimizer_states:
                 shared = {**shared, "groups": _fitting_groups(source, shared, local, names, state)}
             if strict:
                 buffers = source.buffers(opened.rank)
                 _check_buffers(buffers, state.module, other_buffers, source.path)
-            return _Checked(names, shared)
+            return names, shared
 
-        def say(own: _Checked) -> dict[str, Any]:
-            digests = restore.digests_to_compare(local, source.parameters, own.names)
-            return {"digests": digests, "names": {fqn: own.names[fqn] for fqn in digests}}
+        def say(own: tuple[Mapping[str, str], Mapping[str, Any]]) -> dict[str, Any]:
+            names, _ = own
+            digests = restore.digests_to_compare(local, source.parameters, names)
+            return {"digests": digests, "names": {fqn: names[fqn] for fqn in digests}}
 
         def judge(said: list[dict[str, Any]]) -> None:
             digests = [part["digests"] for part in said]
@@ -276,7 +262,7 @@ class CheckpointLoader:
                 restore.refuse_other_frozen(digests, source.parameters, names, path=source.path)
 
         checked, _ = run_on_all_ranks(
-            self._control_group,
+            self.control_group,
             f"{source.path} was not loaded",
             "comparing it with the model",
             compare,
@@ -301,14 +287,14 @@ class CheckpointLoader:
         """
         source = opened.source
         loader = restore.Loader(
-            self._local,
+            self.local,
             source,
             names,
             with_state=with_state,
-            max_buffer_nbytes=self._section.max_buffer_mb << 20,
+            max_buffer_nbytes=self.section.max_buffer_mb << 20,
             only_finite=only_finite,
         )
-        self._life.begin_load()
+        self.life.begin_load()
         loader.fill()
 
         def finish() -> None:
@@ -320,7 +306,7 @@ class CheckpointLoader:
                     buffer.copy_(buffers[name])
 
         try:
-            run_on_all_ranks(self._control_group, f"{source.path} is damaged", "reading it", finish)
+            run_on_all_ranks(self.control_group, f"{source.path} is damaged", "reading it", finish)
         except CheckpointError as error:
             return str(error)
         return ""
@@ -358,28 +344,18 @@ class CheckpointLoader:
         if "data" in own and hasattr(state.data_loader, "load_state_dict"):
             state.data_loader.load_state_dict(own["data"])
         if "rng" in own:
-            rng.set_rng_state(own["rng"], self._device)
-        return counters
-
-    def _on_all(self, restored: Callable[[], Counters], source: Source) -> Counters:
-        """The counters, after all ranks have restored what is not of a parameter."""
-        counters, _ = run_on_all_ranks(
-            self._control_group,
-            f"{source.path} was not loaded",
-            "restoring the state of the engine",
-            restored,
-        )
+            rng.set_rng_state(own["rng"], self.device)
         return counters
 
     def _report(self, tried: Sequence[str], source: Source) -> None:
-        if not self._rank_info.is_main_rank:
+        if not self.rank_info.is_main_rank:
             return
         if tried:
             logger.warning("%s Using %s instead.", " ".join(tried), source.path.name)
         for what in source.left_behind:
             logger.warning("%s: not loaded: %s", source.path, what)
-        params = (param for unit in self._local.units for param in unit.params)
-        if told := order_of_parts(params, source.mesh, self._mesh.tensor):
+        params = (param for unit in self.local.units for param in unit.params)
+        if told := order_of_parts(params, source.mesh, self.mesh.tensor):
             logger.warning("%s %s", source.path, told)
 
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from itertools import count
 from os import PathLike
 from pathlib import Path
@@ -93,40 +93,30 @@ class SaveNeeds:
     copy_nbytes: int
 
 
+@dataclass(eq=False)
 class CheckpointSaver:
     """Saves one engine. At most one save is in progress.
 
     ``uses_disk``: state of the engine is on disk. ``ledger``: counts the memory of copies.
-    ``control_group`` is over all ranks of the run. ``mesh``: None if every rank trains on samples of its
-    own.
+    ``control_group`` is over all ranks of the run.
     """
 
-    def __init__(
-        self,
-        section: CheckpointConfig,
-        *,
-        stage: int,
-        local: LocalState,
-        control_group: ControlGroup,
-        rank_info: RankInfo,
-        device: torch.device,
-        ledger: Ledger,
-        uses_disk: bool,
-        mesh: Mesh | None = None,
-    ) -> None:
-        self._section = section
-        self._stage = stage
-        self.local = local
-        self._control_group = control_group
-        self._rank_info = rank_info
-        self._device = device
-        self._ledger = ledger
-        self._uses_disk = uses_disk
-        self._mesh = mesh or Mesh(data_shard=rank_info.world_size)
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None  # of the asynchronous save
-        self._images: list[Tensor] = []  # host memory for snapshots, kept for the next save
-        self.watch_point: Callable[[str], None] = no_fault  # see ``save.FAULT_POINTS``
+    section: CheckpointConfig
+    _: KW_ONLY
+    stage: int
+    local: LocalState
+    control_group: ControlGroup
+    rank_info: RankInfo
+    device: torch.device
+    ledger: Ledger
+    uses_disk: bool
+    mesh: Mesh
+    watch_point: Callable[[str], None] = no_fault  # see ``save.FAULT_POINTS``
+    _thread: threading.Thread | None = None
+    _failure: BaseException | None = None  # of the asynchronous save
+    _images: list[Tensor] = field(
+        default_factory=list
+    )  # memory for snapshots, kept for the next save
 
     def save(
         self,
@@ -142,10 +132,10 @@ class CheckpointSaver:
 
         Returns the tag on which the ranks agreed.
         """
-        section = self._section
+        section = self.section
         steps = state.counters.global_steps
         name = places.check_tag(f"global_step{steps}" if tag is None else tag)
-        if state.lost_batches and self._rank_info.is_main_rank:
+        if state.lost_batches and self.rank_info.is_main_rank:
             logger.warning(
                 "saving in the middle of a step, with %d of %d micro-batches done: their gradients are "
                 "not saved. %s",
@@ -157,7 +147,7 @@ class CheckpointSaver:
             Path(directory),
             name,
             local=self.local,
-            control_group=self._control_group,
+            control_group=self.control_group,
             metadata=lambda: self._metadata(state, client_state, save_latest=save_latest),
             options=self._options(exclude_frozen=exclude_frozen),
             at=self.watch_point,
@@ -173,7 +163,7 @@ class CheckpointSaver:
         return task.tag
 
     def _options(self, *, exclude_frozen: bool) -> Options:
-        section = self._section
+        section = self.section
         return Options(
             frozen="reference" if exclude_frozen else section.frozen,
             keep_last=section.keep_last,
@@ -186,11 +176,11 @@ class CheckpointSaver:
 
         Reads shapes and dtypes only. What other ranks have is not asked.
         """
-        info, options = self._rank_info, self._options(exclude_frozen=False)
+        info, options = self.rank_info, self._options(exclude_frozen=False)
         metadata = self._metadata(state, {}, save_latest=True)
         files = files_of_rank(self.local, metadata, options, info.rank, info.world_size)
         sizes = {file.name: file.nbytes for file in files}
-        copies = self._section.asynchronous and not self._uses_disk
+        copies = self.section.asynchronous and not self.uses_disk
         return SaveNeeds(sizes, write_nbytes(files, options), sum(sizes.values()) if copies else 0)
 
     def _run(self, task: SaveTask, images: Attempt[Sequence[Tensor]]) -> None:
@@ -220,18 +210,18 @@ class CheckpointSaver:
                 self.wait()
         finally:
             self._images.clear()
-            self._ledger.hold("scratch", _OWNER, 0, Tier.HOST)
+            self.ledger.hold("scratch", _OWNER, 0, Tier.HOST)
 
     def _can_copy(self, task: SaveTask) -> bool:
         """Whether host memory has room for a copy of this rank's bytes. Else the save is synchronous."""
-        if self._uses_disk:
+        if self.uses_disk:
             logger.info(
                 "state is stored on disk to save host memory, so it is not copied to host memory: "
                 "this checkpoint is written before training continues"
             )
             return False
         free, wanted = host_limits().free_nbytes, task.nbytes - sum(i.nbytes for i in self._images)
-        ranks = self._rank_info.local_world_size
+        ranks = self.rank_info.local_world_size
         if free is not None and wanted * ranks > free:
             logger.warning(
                 "no memory for a copy: %d ranks of this host need %s each, and %s are free. This "
@@ -247,9 +237,9 @@ class CheckpointSaver:
         def take(nbytes: int) -> Tensor:
             at = next(turn)
             if at == len(images) or images[at].nbytes < nbytes:
-                images[at : at + 1] = [host_bytes(nbytes, self._device)]
+                images[at : at + 1] = [host_bytes(nbytes, self.device)]
             held = sum(image.nbytes for image in images)
-            self._ledger.hold("scratch", _OWNER, held, Tier.HOST)
+            self.ledger.hold("scratch", _OWNER, held, Tier.HOST)
             return images[at][:nbytes]
 
         return take
@@ -259,16 +249,16 @@ class CheckpointSaver:
     ) -> CheckpointMetadata:
         # Collective if it has parameters.
         shared, shared_tensors = self._shared(state, client_state)
-        mine = {"rng": rng.rng_state(self._device)}
+        mine = {"rng": rng.rng_state(self.device)}
         if isinstance(state.data_loader, ResumableLoader):
             mine["data"] = state.data_loader.state_dict(before_step=state.lost_batches > 0)
         elif hasattr(state.data_loader, "state_dict"):
             mine["data"] = state.data_loader.state_dict()
         own, own_tensors = json_state.encode(mine, where="rank")
-        mesh = self._mesh
+        mesh = self.mesh
         return CheckpointMetadata(
             step=state.counters.global_steps,
-            stage=self._stage,
+            stage=self.stage,
             writer={"zeroshard": __version__, "torch": str(torch.__version__)},
             # of all stages of a pipeline
             aliases=getattr(state.module, "other_names", None) or other_names(state.module),
@@ -307,7 +297,7 @@ class CheckpointSaver:
         tensors: dict[str, Tensor] = {}
         for name, value in {**plain, "client_state": dict(client_state)}.items():
             node[name], found = json_state.encode(
-                value, where=name, allow_pickle=self._section.allow_pickle
+                value, where=name, allow_pickle=self.section.allow_pickle
             )
             tensors |= found
         return node, tensors

@@ -250,13 +250,12 @@ class _Agreed:
             CheckpointError: on every rank, if work on rank 0 failed.
         """
         control_group = self._engine._watch.control_group
-        run_on_all_ranks(
-            control_group, f"{self._call}() failed", "rank 0 writes weights", self._tell
-        )
 
-    def _tell(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        def tell() -> None:
+            if self._failure is not None:
+                raise self._failure
+
+        run_on_all_ranks(control_group, f"{self._call}() failed", "rank 0 writes weights", tell)
 
 
 def _write(

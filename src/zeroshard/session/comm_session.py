@@ -8,6 +8,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from zeroshard.comm.layer_calls import LayerCalls, forget_layers, watch_layers
 from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.shm import ShmLink
 from zeroshard.comm.stage_messages import Channel, channels_of
+from zeroshard.comm.store_keys import Store
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.texts import rank_ranges
 from zeroshard.errors import (
@@ -312,11 +314,15 @@ class CommSession:
 
 @dataclass(frozen=True, eq=False)
 class SetUpRanks:
-    """The ranks of one set-up, ``me``, the index of this rank among them, and the set-up's ``number``."""
+    """The ranks of one set-up, ``me``, the index of this rank among them, and the set-up's ``number``.
+
+    ``namespace``: its keys in the store.
+    """
 
     ranks: tuple[int, ...]
     me: int
     number: int
+    namespace: Store
     call: str
     settings: WatchdogSettings
     watchdog: Watchdog | None
@@ -335,6 +341,12 @@ class SetUpRanks:
     def check(self) -> Callable[..., None]:
         """A function that raises the fatal diagnosis, if there is one."""
         return self.watchdog.check if self.watchdog is not None else lambda _missing=(): None
+
+    def watched(self) -> AbstractContextManager[object]:
+        """A context in which the watchdog follows the set-up."""
+        if self.watchdog is None:
+            return contextlib.nullcontext()
+        return self.watchdog.set_up(self.number + 1, self.call, self.settings)
 
 
 @dataclass(eq=False)

@@ -78,23 +78,21 @@ def open_session(
         return _unwatched(transport, device, group, mesh, kinds, purposes)
     group = group if group is not None else dist.group.WORLD
     assert group is not None  # _several
-    ranks = tuple(dist.get_process_group_ranks(group))
-    watchdog = watchdog_of(ranks, settings, _run_space()) if settings.watchdog else None
-    if watchdog is not None:
-        watchdog.check()
-    number, namespace = _store_namespace(ranks, dist.get_rank(group))
-    crew = SetUpRanks(ranks, dist.get_rank(group), number, call, settings, watchdog)
-    set_up = watchdog.set_up(number + 1, call, settings) if watchdog else contextlib.nullcontext()
-    with set_up, contextlib.ExitStack() as undo:
-        if watchdog is not None:
-            undo.callback(watchdog.release)
+    crew = _crew(group, call, settings)
+    crew.check()
+    with crew.watched(), contextlib.ExitStack() as undo:
+        if crew.watchdog is not None:
+            undo.callback(crew.watchdog.release)
         sweep_recordings()
         # Before the agreement: a rank that has agreed finds the recordings of all ranks of its host.
         recorder = Recorder(
-            recording=crew.recording, ring=settings.ring, rank=ranks[crew.me], group_size=len(ranks)
+            recording=crew.recording,
+            ring=settings.ring,
+            rank=crew.ranks[crew.me],
+            group_size=len(crew.ranks),
         )
         undo.callback(recorder.close)
-        peers = _agree(crew, namespace, plan, device_use(group, device), details)
+        peers = _agree(crew, plan, device_use(group, device), details)
         session = _open(crew, peers, recorder, group, transport, device, purposes, mesh, kinds)
         undo.pop_all()
         return session
@@ -117,38 +115,43 @@ def set_up_together(
     if not _several(None):
         yield lambda _missing: None
         return
-    ranks, me = tuple(range(dist.get_world_size())), dist.get_rank()
-    watchdog = watchdog_of(ranks, settings, _run_space()) if settings.watchdog else None
-    number, namespace = _store_namespace(ranks, me)
-    crew = SetUpRanks(ranks, me, number, call, settings, watchdog)
-    with watchdog.set_up(number + 1, call, settings) if watchdog else contextlib.nullcontext():
+    world = dist.group.WORLD
+    assert world is not None  # _several
+    crew = _crew(world, call, settings)
+    with crew.watched():
         try:
             crew.check()
             agree_plan(
-                namespace, me, len(ranks), {"call": call, **plan},
+                crew.namespace, crew.me, len(crew.ranks), {"call": call, **plan},
                 timeout_s=settings.limit_s("setup"), check=crew.check,
             )  # fmt: skip
         except DistributedError as error:
             error.on_all_ranks = True
-            if watchdog is not None:
-                watchdog.release()
+            if crew.watchdog is not None:
+                crew.watchdog.release()
             raise
         yield crew.check
 
 
+def _crew(group: dist.ProcessGroup, call: str, settings: WatchdogSettings) -> SetUpRanks:
+    """The ranks of the next set-up of ``group``, with their watchdog."""
+    ranks, me = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
+    watchdog = watchdog_of(ranks, settings, _run_space()) if settings.watchdog else None
+    return SetUpRanks(ranks, me, *_store_namespace(ranks, me), call, settings, watchdog)
+
+
 def _agree(
     crew: SetUpRanks,
-    namespace: Store,
     plan: Mapping[str, str],
     own_device: DeviceUse,
-    details: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    details: Mapping[str, Sequence[str]],
 ) -> Peers:
     """The process and recording of every rank, by global rank, after all have agreed on ``plan``.
 
     A rank gets the processes of its own host, and the hosts of the others: with W ranks, W whole cards
     for each would be gigabytes for a few thousand ranks.
     """
-    here, size = this_process(), len(crew.ranks)
+    here, size, namespace = this_process(), len(crew.ranks), crew.namespace
     card = json.dumps([here.to_json(), str(crew.recording or ""), own_device])
 
     def sum_up(cards: list[str]) -> str:
