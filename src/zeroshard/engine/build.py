@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import is_fake
 
 from zeroshard.checkpoint.local_state import LocalState
 from zeroshard.comm.dtensors import groups_over
-from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
+from zeroshard.comm.env import current_rank_info
 from zeroshard.comm.layer_calls import announced
 from zeroshard.comm.process_group import register
-from zeroshard.config import Config, LoadedConfig
+from zeroshard.config import Config
 from zeroshard.core.layout import Slot, is_counted, is_split
-from zeroshard.core.mesh import HOLDERS, Mesh
+from zeroshard.core.mesh import HOLDERS
 from zeroshard.core.stages import STAGES
 from zeroshard.device.choice import choose_device, read
 from zeroshard.engine.build_observer import is_simulated, make_observer
@@ -81,17 +81,11 @@ logger = logging.getLogger("zeroshard")
 class EngineParts:
     """Everything that an engine is made of."""
 
-    loaded: LoadedConfig
-    rank_info: RankInfo
-    mesh: Mesh
-    coordinate: DataCoordinate
-    device: torch.device
-    policy: Policy
+    draft: Draft
     watch: CommSession
     runtime: ZeroRuntime
     scaler: LossScaler
     scales_loss: bool  # gradients are computed in fp16
-    scheduler: Any
     accumulation: Accumulation
     update: OptimizerStep
     hooks: StepHooks
@@ -210,7 +204,7 @@ def _assemble(
             scaler=scaler,
             accumulation=accumulation,
             num_terms=draft.num_terms,
-            terms_per_batch=draft.num_terms // draft.coordinate.dp_size,
+            terms_per_batch=draft.num_terms // draft.mesh.dp_size,
             device=device,
             checks_overflow=scales_loss(settings, policy) or after_bad_step is not None,
         )
@@ -228,8 +222,7 @@ def _assemble(
         if draft.mesh.sequence > 1:
             _watch_sequences(draft, watch)
         parts = EngineParts(
-            draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
-            scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
+            draft, watch, runtime, scaler, scales_loss(settings, policy), accumulation, update, hooks,
             StateOffloader(runtime, hooks, device), make_observer(draft, runtime, watch),
             partial(_make_savers, draft, runtime, watch), after_bad_step,
         )  # fmt: skip

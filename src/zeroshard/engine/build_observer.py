@@ -55,7 +55,7 @@ def make_observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Obs
         StepStream,
         ops=ops_of(draft.device),
         recorders=watch.recorders,
-        dp_size=draft.coordinate.dp_size,
+        dp_size=draft.mesh.dp_size,
         world_size=draft.rank_info.world_size,
         flops_per_token=6.0 * _num_parameters(runtime),
         peak_flops=1e12 * draft.rank_info.world_size * _peak_tflops(draft),

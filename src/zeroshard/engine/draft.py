@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.dtensors import block_of, head_copies, note_kinds
-from zeroshard.comm.env import DataCoordinate, RankInfo
+from zeroshard.comm.env import RankInfo
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.config.batch import RunBatch
 from zeroshard.core.layout import SlotBlock
@@ -74,7 +74,6 @@ class Draft:
     model: nn.Module
     rank_info: RankInfo
     mesh: Mesh
-    coordinate: DataCoordinate
     loaded: LoadedConfig
     device: torch.device
     policy: Policy
@@ -120,7 +119,6 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     assert loaded.mesh is not None  # the configuration is read for training
     settings = loaded.config
     mesh = replace(loaded.mesh.mesh, data_before_expert=settings.use_data_before_expert_parallelism)
-    coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     check_packages(settings)
     if settings.preemption.save_dir is not None:
         check_can_save_in(settings.preemption.save_dir)
@@ -150,7 +148,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         device_nbytes=device_nbytes,
     )  # fmt: skip
     return Draft(
-        model, rank_info, mesh, coordinate, loaded, device, policy, inner, probes, specs,
+        model, rank_info, mesh, loaded, device, policy, inner, probes, specs,
         make_scheduler(given.lr_scheduler, inner, settings),
         build_monitors(settings) if rank_info.is_main_rank else Monitors(),
         copies, experts,

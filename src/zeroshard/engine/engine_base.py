@@ -34,24 +34,25 @@ class EngineBase(nn.Module):
     def __init__(self, model: nn.Module, parts: EngineParts) -> None:
         super().__init__()
         self.module = model
-        self.loaded: LoadedConfig = parts.loaded
-        self.settings = parts.loaded.config
-        self.device = parts.device
-        self.policy = parts.policy
+        draft, rank_info = parts.draft, parts.draft.rank_info
+        self.loaded: LoadedConfig = draft.loaded
+        self.settings = draft.loaded.config
+        self.device = draft.device
+        self.policy = draft.policy
         self.runtime = parts.runtime
         self.life = parts.runtime.life
         self.scaler = parts.scaler
         self.scales_loss = parts.scales_loss
-        self.lr_scheduler = parts.scheduler
+        self.lr_scheduler = draft.scheduler
         self.optimizer = parts.runtime.optimizer.inner if parts.runtime.optimizer else None
-        self.world_size = parts.rank_info.world_size
-        self.global_rank = parts.rank_info.rank
-        self.local_rank = parts.rank_info.local_rank
-        self.local_world_size = parts.rank_info.local_world_size
-        self.is_main_rank = parts.rank_info.is_main_rank
-        self.mesh = parts.mesh
-        self.dp_rank = parts.coordinate.dp_rank
-        self.dp_size = parts.coordinate.dp_size
+        self.world_size = rank_info.world_size
+        self.global_rank = rank_info.rank
+        self.local_rank = rank_info.local_rank
+        self.local_world_size = rank_info.local_world_size
+        self.is_main_rank = rank_info.is_main_rank
+        self.mesh = draft.mesh
+        self.dp_rank = draft.mesh.dp_rank(rank_info.rank)
+        self.dp_size = draft.mesh.dp_size
         self.accumulation = parts.accumulation
         self.global_steps = self.micro_steps = self.global_samples = 0
         self.resumed: Resumed | None = None  # set by initialize(resume=...)

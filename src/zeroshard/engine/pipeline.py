@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -385,8 +385,8 @@ def check_loss_fn(module: nn.Module, call: str) -> None:
 def train_alone(engine: Any, data_iter: Iterator[Any] | None) -> Tensor:
     """:meth:`Engine.train_batch` on one pipeline rank: plain gradient accumulation."""
     losses = []
-    for batch in agreed_batches(engine, data_iter):
-        loss = _loss_alone(engine, batch)
+    for inputs, labels in agreed_batches(engine, data_iter):
+        loss = engine.module.loss_of(engine.module.call_whole(engine, inputs), labels)
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
@@ -400,16 +400,7 @@ def evaluate_alone(
     asked = Evaluation(engine.accumulation.steps) if asked is None else asked
     with torch.no_grad():
         for inputs, labels in agreed_batches(engine, data_iter, count=asked.micro_batches):
-            output = _output_alone(engine, inputs)
+            output = engine.module.call_whole(engine, inputs)
             if asked.takes(output):
                 asked.losses.append(engine.module.loss_of(output, labels))
     return mean_loss(engine, asked.losses)[0] if asked.computes_loss else None
-
-
-def _loss_alone(engine: Any, batch: Any) -> Tensor:
-    inputs, labels = batch
-    return cast("PipelineModel", engine.module).loss_of(_output_alone(engine, inputs), labels)
-
-
-def _output_alone(engine: Any, inputs: Any) -> Any:
-    return cast("PipelineModel", engine.module).call_whole(engine, inputs)

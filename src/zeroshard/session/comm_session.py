@@ -150,15 +150,13 @@ class CommSession:
         """Each communicator once, also the hops of one that has two."""
         apart = (*self.ties.values(), *self.experts.values(), *self.copies)
         comms = (*apart, self.reductions, self.gathers, self.world)
-        hops = [part for comm in comms for part in (comm, *getattr(comm, "hops", ()))]
-        return list({id(comm): comm for comm in hops}.values())
+        return _each_once(part for comm in comms for part in (comm, *getattr(comm, "hops", ())))
 
     @property
     def comms_of_units(self) -> list[Comm]:
         """Those that gather parameters and reduce gradients, and the hops of such with two."""
         comms = (self.gathers, self.reductions, *self.experts.values())
-        hops = [part for comm in comms for part in getattr(comm, "hops", (comm,))]
-        return list({id(comm): comm for comm in hops}.values())
+        return _each_once(part for comm in comms for part in getattr(comm, "hops", (comm,)))
 
     @property
     def scratch_nbytes(self) -> int:
@@ -307,6 +305,10 @@ class CommSession:
         while self.groups:  # closed once more after an error
             with contextlib.suppress(ValueError):  # the program destroyed all groups before us
                 dist.destroy_process_group(self.groups.pop())
+
+
+def _each_once(comms: Iterable[Comm]) -> list[Comm]:
+    return list({id(comm): comm for comm in comms}.values())
 
 
 # ---------------------------------------------------------------- opening
