@@ -248,7 +248,7 @@ class SimulatedRank:
     def load(self, source: Source) -> None:
         """Fill everything from ``source``."""
         shapes = {s.fqn: global_shape(s) for unit in self.local.units for s in unit.layout.slots}
-        names = match(source, shapes, strict=True, elsewhere=tuple(values())).names
+        names = match(source, shapes, strict=True, elsewhere=tuple(values()))
         loader = Loader(self.local, source, names, with_state=True, max_buffer_nbytes=1 << 12)
         loader.fill()
         if loader.failure is not None:

@@ -746,8 +746,8 @@ MUTATIONS = [
     Mutation(
         "newest-by-step-instead-of-time",
         "checkpoint/directory.py",
-        "found.append((manifest.saved_at, manifest.step, path.name))",
-        "found.append((manifest.step, manifest.saved_at, path.name))",
+        "sorted((saved.saved_at, saved.step, tag)",
+        "sorted((saved.step, saved.saved_at, tag)",
         "tests/unit/test_checkpoint_directory.py -k had_come_further",
     ),
     Mutation(

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from zeroshard.cli import launch as launch_options
 from zeroshard.cli.main import main
-from zeroshard.deepspeed import command
+from zeroshard.deepspeed import install
 from zeroshard.deepspeed.install import DIRECTORY
 from zeroshard.errors import LaunchError
 from zeroshard.launch.launch_plan import RunHere, RunNodes, RunSrun, plan_launch
@@ -45,7 +45,7 @@ def request_of(monkeypatch, hostfile):
         seen = []
         monkeypatch.setattr(os, "execv", lambda _, line: lines.append(line))
         monkeypatch.setattr(launch_options, "launch", lambda request: seen.append(request) or 0)
-        command.main(built[1:])
+        install.main(built[1:])
         result = CliRunner().invoke(main, lines[0][lines[0].index("launch") :])
         assert result.exit_code == 0, result.output
         return seen[0]

@@ -27,7 +27,7 @@ from simulated_ranks import (
 from support.covering import sampled
 from typer.testing import CliRunner
 
-from zeroshard.checkpoint import compare, export, rng
+from zeroshard.checkpoint import export, reader, rng
 from zeroshard.checkpoint.manifest import MANIFEST, VALUE, SavedParameter
 from zeroshard.checkpoint.reader import CheckpointReader, full
 from zeroshard.checkpoint.restore import digests_to_compare, needed_files, refuse_other_frozen
@@ -198,7 +198,7 @@ def test_the_tools_show_compare_and_export_whole_tensors(root, tmp_path, monkeyp
         fqn: list(tensors[VALUE].shape) for fqn, tensors in values().items()
     }
     assert "every byte is what was saved" in ckpt("verify", mesh)
-    monkeypatch.setattr(compare, "PIECE_NUMEL", 100)
+    monkeypatch.setattr(reader, "PIECE_NUMEL", 100)
     assert json.loads(ckpt("diff", mesh, plain, "--json")) == []
     monkeypatch.setattr(export, "PIECE_NBYTES", 256)
     ckpt("export", mesh, "--out", tmp_path / "out")

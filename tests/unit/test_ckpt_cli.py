@@ -14,7 +14,7 @@ from checkpoint_dirs import write_checkpoint
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from zeroshard.checkpoint import compare
+from zeroshard.checkpoint import reader
 from zeroshard.checkpoint.compare import max_abs_difference
 from zeroshard.cli.main import main
 
@@ -25,7 +25,7 @@ BUFFERS = {"count": torch.tensor(3)}
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(compare, "PIECE_NUMEL", 64)
+    monkeypatch.setattr(reader, "PIECE_NUMEL", 64)
 
 
 @pytest.fixture

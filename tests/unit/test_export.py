@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from zeroshard.checkpoint import export
+from zeroshard.checkpoint import export, reader
 from zeroshard.checkpoint.export_plan import (
     Weight,
     file_layout,
@@ -54,6 +54,7 @@ BUFFERS = {"steps": torch.tensor(7), "mask": torch.tensor([True, False, True])}
 def small_pieces(monkeypatch):
     """Tensors of a few hundred bytes go in several pieces, and are read back through several mappings."""
     monkeypatch.setattr(export, "PIECE_NBYTES", 256)
+    monkeypatch.setattr(reader, "PIECE_NUMEL", 64)
     monkeypatch.setattr(export, "_MAPPED_NBYTES", 512)
 
 

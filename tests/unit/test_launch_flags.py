@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from zeroshard.cli import launch as launch_options
 from zeroshard.cli.main import main
-from zeroshard.deepspeed import command
+from zeroshard.deepspeed import install
 from zeroshard.errors import PLAN_COMMAND, LaunchError
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import RunHere, RunNodes, RunSrun, notices, plan_launch
@@ -355,7 +355,7 @@ def test_flags_that_are_not_there_are_named_with_a_reason_or_a_neighbour(words, 
 def test_the_deepspeed_command_becomes_our_launcher(monkeypatch, request_of, words, passes):
     ran: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, line: ran.append(line))
-    command.main([*words, "t.py", "--no_local_rank"])
+    install.main([*words, "t.py", "--no_local_rank"])
     line = ran[0][ran[0].index("launch") + 1 :]
     request = request_of(*line)
     assert request.pass_local_rank is passes and request.as_deepspeed

@@ -393,15 +393,20 @@ def lay_out(entries: Iterable[TensorEntry]) -> tuple[bytes, list[TensorEntry]]:
     }
     if len(table) != len(placed):
         raise CheckpointError("two tensors of one checkpoint file have the same name.")
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGN_NBYTES)
-    if len(text) > _MAX_HEADER_NBYTES:
+    head = head_of(table)
+    if len(head) - 8 > _MAX_HEADER_NBYTES:
         raise CheckpointError(
-            f"{len(placed):,} tensors in one file: its header would have {len(text):,} bytes, more "
+            f"{len(placed):,} tensors in one file: its header would have {len(head) - 8:,} bytes, more "
             "than the safetensors format allows. Save with more ranks, or larger units."
         )
-    head = len(text).to_bytes(8, "little") + text
     return head, [TensorEntry(e.key, e.dtype, e.shape, e.offset + len(head)) for e in placed]
+
+
+def head_of(table: Mapping[str, Any]) -> bytes:
+    """What precedes the tensors of a safetensors file: the length of the table, and the table, padded."""
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGN_NBYTES)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_entries(file: BlockFile) -> dict[str, TensorEntry]:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.manifest import DTYPES, SavedParameter
-from zeroshard.checkpoint.reader import Source
-
-PIECE_NUMEL = 1 << 20
+from zeroshard.checkpoint.reader import Source, pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +48,9 @@ def differences(left: Source, right: Source) -> Iterator[RunDifference]:
             continue
         yield from _one_sided(name, "", ours.tensors, theirs.tensors)
         for part in [part for part in ours.tensors if part in theirs.tensors]:
-            pieces = (_pieces(source, name, part, ours.numel) for source in (left, right))
-            dtypes = ours.tensors[part].dtype, theirs.tensors[part].dtype
-            yield from _values(
-                name, part, DTYPES[dtypes[0]], DTYPES[dtypes[1]], zip(*pieces, strict=True)
-            )
+            both = zip(pieces(left, name, part), pieces(right, name, part), strict=True)
+            dtype, other = ours.tensors[part].dtype, theirs.tensors[part].dtype
+            yield from _values(name, part, DTYPES[dtype], DTYPES[other], both)
         yield from _numbers(name, ours, theirs)
     buffers = left.buffers(0), right.buffers(0)
     yield from _one_sided("", "buffer", *buffers)
@@ -73,14 +69,6 @@ def _one_sided(
     for side, ours, theirs in (("first", left, right), ("second", right, left)):
         for key in [key for key in ours if key not in theirs]:
             yield RunDifference(name or key, part or key, f"only in the {side}")
-
-
-def _pieces(source: Source, fqn: str, tensor: str, numel: int) -> Iterator[Tensor]:
-    dtype = DTYPES[source.parameters[fqn].tensors[tensor].dtype]
-    for begin in range(0, numel, PIECE_NUMEL):
-        piece = torch.empty(min(PIECE_NUMEL, numel - begin), dtype=dtype)
-        source.fill(fqn, tensor, begin, piece)
-        yield piece
 
 
 def _values(

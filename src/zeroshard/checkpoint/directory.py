@@ -104,12 +104,14 @@ def _hint(directory: str | Path) -> str:
 
 def tags(directory: str | Path) -> list[str]:
     """The complete checkpoints of a directory, oldest first: by step, then by time of the save."""
-    found = []
-    for path in _subdirectories(Path(directory)):
+    found = sorted((saved.step, saved.saved_at, tag) for tag, saved in _complete(Path(directory)))
+    return [tag for _, _, tag in found]
+
+
+def _complete(directory: Path) -> Iterator[tuple[str, Manifest]]:
+    for path in _subdirectories(directory):
         with contextlib.suppress(CheckpointError):
-            manifest = read_manifest(path)
-            found.append((manifest.step, manifest.saved_at, path.name))
-    return [tag for _, _, tag in sorted(found)]
+            yield path.name, read_manifest(path)
 
 
 def _subdirectories(directory: Path) -> Iterator[Path]:
@@ -169,12 +171,8 @@ def newest_first(directory: str | Path) -> list[str]:
     with contextlib.suppress(OSError):
         for left in [path for path in root.iterdir() if _REPLACED.fullmatch(path.name)]:
             restore_replaced(root, left.name[1 : -len(".replaced")])
-    found = []
-    for path in _subdirectories(root):
-        with contextlib.suppress(CheckpointError):
-            manifest = read_manifest(path)
-            found.append((manifest.saved_at, manifest.step, path.name))
-    names = [name for _, _, name in sorted(found, reverse=True)]
+    found = sorted((saved.saved_at, saved.step, tag) for tag, saved in _complete(root))
+    names = [name for _, _, name in reversed(found)]
     if (root / LATEST).exists():
         try:
             last = latest(root)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.blocks import ALIGN_NBYTES
+from zeroshard.checkpoint.blocks import head_of
 from zeroshard.checkpoint.manifest import dtype_name
 from zeroshard.errors import CheckpointError, UsageError
 
@@ -175,7 +175,5 @@ def file_layout(shard: Shard) -> tuple[bytes, dict[str, int]]:
         }
         begins[weight.name] = at
         at += weight.nbytes
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGN_NBYTES)
-    head = len(text).to_bytes(8, "little") + text
+    head = head_of(table)
     return head, {name: begin + len(head) for name, begin in begins.items()}

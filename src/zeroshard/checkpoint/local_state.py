@@ -58,17 +58,9 @@ class ShardItem:
             return flat[self.at : self.at + self.numel]
         end = self.begin + self.numel
         views = self.strip.views(flat[self.at :], self.origin, self.begin, end)
-        return (
-            views[0].view(-1) if _is_one_run(views) else torch.cat([v.reshape(-1) for v in views])
-        )
-
-
-def _is_one_run(views: Sequence[Tensor]) -> bool:
-    return len(views) == 1 and views[0].is_contiguous()
-
-
-def _always(_slot: Slot) -> bool:
-    return True
+        if len(views) == 1 and views[0].is_contiguous():
+            return views[0].view(-1)
+        return torch.cat([view.reshape(-1) for view in views])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -81,7 +73,7 @@ class LocalState:
 
     units: Sequence[Unit]
     optimizer: ShardedOptimizer | None
-    counts: Callable[[Slot], bool] = _always
+    counts: Callable[[Slot], bool] = lambda _slot: True
     _shards: dict[Unit, OptimizerShard] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -181,24 +173,19 @@ class LocalState:
             state = self.optimizer.state_of(fragment)
             numbers = {k: v for k, v in state.items() if not is_shaped(k, v, fragment)}
             if numbers:
-                found.setdefault(fqn_of(unit, fragment), {}).update(numbers)
+                found.setdefault(slot_of(unit, fragment).fqn, {}).update(numbers)
         return found
 
     def groups(self, unit: Unit) -> dict[str, int]:
         """By parameter, the index of its param group."""
         shard = self.shard_of(unit)
         fragments = shard.fragments if shard is not None else ()
-        return {fqn_of(unit, fragment): fragment.group for fragment in fragments}
+        return {slot_of(unit, fragment).fqn: fragment.group for fragment in fragments}
 
 
 def slot_of(unit: Unit, fragment: OwnedFragment) -> Slot:
     """The slot of the parameter that a fragment belongs to."""
     return unit.layout.slots[fragment.index]
-
-
-def fqn_of(unit: Unit, fragment: OwnedFragment) -> str:
-    """The name of the parameter that a fragment belongs to."""
-    return slot_of(unit, fragment).fqn
 
 
 def global_shape(slot: Slot) -> tuple[int, ...]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import stat
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, overload
 
 import torch
@@ -45,25 +44,23 @@ from zeroshard.checkpoint.manifest import (
 from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError
 
+PIECE_NUMEL = 1 << 20
+"""Elements of a tensor that :func:`pieces` reads at a time."""
+
 
 class Source(Protocol):
     """A saved run, in ZeroShard's format or in another one."""
 
-    @property
-    def path(self) -> Path:
-        """The directory of the checkpoint."""
-
-    @property
-    def parameters(self) -> Mapping[str, SavedParameter]:
-        """Description of each parameter by name. :meth:`fill` reads the tensors in ``tensors``."""
-
-    @property
-    def mesh(self) -> str:
-        """The mesh of the run that saved; "" if every rank had samples of its own."""
-
-    @property
-    def dp_ranks(self) -> Sequence[int]:
-        """The data-parallel rank of each rank that saved."""
+    path: Path
+    """The directory of the checkpoint."""
+    parameters: Mapping[str, SavedParameter]
+    """Description of each parameter by name. :meth:`fill` reads the tensors in ``tensors``."""
+    mesh: str
+    """The mesh of the run that saved; "" if every rank had samples of its own."""
+    dp_ranks: Sequence[int]
+    """The data-parallel rank of each rank that saved."""
+    left_behind: Sequence[str]
+    """Descriptions of contents that this library does not load."""
 
     def fill(self, fqn: str, tensor: str, begin: int, out: Tensor, box: Box | None = None) -> None:
         """Read ``flat[begin : begin + out.numel()]`` of a tensor, or of a box of it, into ``out``.
@@ -96,10 +93,6 @@ class Source(Protocol):
             CheckpointError: bytes that cannot be read, or that differ from the saved ones.
         """
 
-    @property
-    def left_behind(self) -> Sequence[str]:
-        """Descriptions of contents that this library does not load."""
-
     def close(self) -> None:
         """Close all files."""
 
@@ -118,6 +111,17 @@ def full(source: Source, fqn: str, tensor: str = VALUE) -> Tensor:
     return out.view(parameter.shape)
 
 
+def pieces(source: Source, fqn: str, tensor: str = VALUE) -> Iterator[Tensor]:
+    """A tensor in flat pieces of ``PIECE_NUMEL`` elements. Each is overwritten by the next."""
+    parameter = source.parameters[fqn]
+    dtype = DTYPES[parameter.tensors[tensor].dtype]
+    memory = torch.empty(min(parameter.numel, PIECE_NUMEL), dtype=dtype)
+    for begin in range(0, parameter.numel, PIECE_NUMEL):
+        piece = memory[: parameter.numel - begin]
+        source.fill(fqn, tensor, begin, piece)
+        yield piece
+
+
 class CheckpointReader:
     """A checkpoint directory in the format of ``docs/format.md``; see :class:`Source`.
 
@@ -128,26 +132,13 @@ class CheckpointReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
+        self.parameters: Mapping[str, SavedParameter] = self.manifest.parameters
+        self.mesh = self.manifest.mesh or ""
+        self.dp_ranks: Sequence[int] = self.manifest.dp_ranks or range(self.manifest.world_size)
+        self.left_behind: Sequence[str] = ()
         self._threads = reading_threads()
         self._open: dict[int, tuple[BlockFile, dict[str, TensorEntry]]] = {}
         self._stored: dict[tuple[str, str], tuple[Grid, list[list[SavedFragment]]]] = {}
-
-    left_behind: Sequence[str] = ()
-
-    @property
-    def parameters(self) -> Mapping[str, SavedParameter]:
-        """See :class:`Source`."""
-        return self.manifest.parameters
-
-    @property
-    def mesh(self) -> str:
-        """See :class:`Source`."""
-        return self.manifest.mesh or ""
-
-    @property
-    def dp_ranks(self) -> Sequence[int]:
-        """See :class:`Source`."""
-        return self.manifest.dp_ranks or range(self.manifest.world_size)
 
     def problems(self, files: Iterable[int] | None = None) -> dict[int, str]:
         """Files that are missing or of another size: index into the manifest's ``files`` -> the reason.
@@ -224,10 +215,8 @@ class CheckpointReader:
 
     def shared(self, *, allow_pickle: bool = False) -> dict[str, Any]:
         """See :class:`Source`."""
-        manifest = self.manifest
-        return self._tree(
-            manifest.shared, manifest.shared_file, "shared", allow_pickle=allow_pickle
-        )
+        root, file = self.manifest.shared, self.manifest.shared_file
+        return self._tree(root, file, "shared", allow_pickle=allow_pickle)
 
     def ranks(self) -> Sequence[dict[str, Any]]:
         """See :class:`Source`. A rank's file is read when its item is accessed."""
@@ -323,12 +312,7 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -8,7 +8,6 @@ fills it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -42,23 +41,16 @@ from zeroshard.zero.unit import Unit
 _STAGING_NBYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """Which saved parameter fills which parameter of the model."""
-
-    names: Mapping[str, str]  # the model's name -> the checkpoint's name
-    left: tuple[str, ...]  # in the model only: not filled
-    surplus: tuple[str, ...]  # in the checkpoint only
-
-
 def match(
     source: Source,
     shapes: Mapping[str, tuple[int, ...]],
     *,
     strict: bool,
     elsewhere: Collection[str] = (),
-) -> Match:
-    """Match parameters by name and check their shapes, which are those of whole parameters.
+) -> dict[str, str]:
+    """The model's name of each parameter that is loaded -> the checkpoint's name. Checks their shapes.
+
+    ``shapes``: of whole parameters of the model.
 
     ``strict``: every parameter of both sides must have a partner. The partner of a frozen parameter
     may have a digest instead of values. ``elsewhere``: parameters that other ranks have (of other
@@ -74,15 +66,15 @@ def match(
         if (saved := by_name.get(fqn)) is not None and _has_partner(source.parameters[saved])
     }
     wrong = [*_other_shapes(source, shapes, names)]
-    left = tuple(fqn for fqn in shapes if fqn not in names)
+    left = [fqn for fqn in shapes if fqn not in names]
     taken = {*names.values(), *(by_name[fqn] for fqn in elsewhere if fqn in by_name)}
-    surplus = tuple(fqn for fqn in source.parameters if fqn not in taken)
+    surplus = [fqn for fqn in source.parameters if fqn not in taken]
     if strict:
         sides = (("the checkpoint", left), ("the model", surplus))
         wrong += [f"{side} does not have {_some(lacks)}" for side, lacks in sides if lacks]
     if wrong:
         raise _other_model(source, wrong, some_match=bool(left or surplus))
-    return Match(names, left, surplus)
+    return names
 
 
 def _other_model(source: Source, wrong: Sequence[str], *, some_match: bool) -> CheckpointError:

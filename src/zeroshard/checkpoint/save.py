@@ -72,6 +72,7 @@ from zeroshard.checkpoint.save_decisions import (
     SaveDecision,
     check_room,
     decide,
+    described,
     merge,
     merged,
 )
@@ -316,7 +317,13 @@ def _reserve(
         places.begin(task.root, place.name)
     task.at("made")
     free = free_nbytes(task.root)
-    writers = attempt(lambda: [open_files.enter_context(_writer(task, file)) for file in files])
+    buffers = num_buffers(task.options)
+
+    def opened(file: PlannedFile) -> BlockWriter:
+        writer = BlockWriter(_path(task, file), file.nbytes, buffers=buffers)
+        return open_files.enter_context(contextlib.closing(writer))
+
+    writers = attempt(lambda: list(map(opened, files)))
     task.at("reserved")
     world_size = task.control_group.size
     there = set(os.listdir(task.place))
@@ -327,11 +334,6 @@ def _reserve(
         sees=[rank for rank in range(world_size) if file_name(rank, world_size) in there],
         failed="" if writers.error is None else error_text(writers.error),
     )
-
-
-def _writer(task: SaveTask, file: PlannedFile) -> contextlib.AbstractContextManager[BlockWriter]:
-    buffers = num_buffers(task.options)
-    return contextlib.closing(BlockWriter(_path(task, file), file.nbytes, buffers=buffers))
 
 
 def _write(
@@ -354,13 +356,9 @@ def _write(
     return {
         "files": files,
         "parameters": state.parameters,
-        "buffers": {
-            name: [
-                dtype_name(buffers[name].dtype, where=f"buffer {name!r}"),
-                list(buffers[name].shape),
-            ]
-            for name in buffers_of_rank(task.decision, state, task.control_group.rank)
-        },
+        "buffers": described(
+            {n: buffers[n] for n in buffers_of_rank(task.decision, state, task.control_group.rank)}
+        ),
         "tree": state.metadata.own,
         "scalars": state.scalars,
         "groups": state.groups,

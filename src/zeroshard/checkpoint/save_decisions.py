@@ -385,12 +385,8 @@ def _saved_buffers(
     shared_file: int,
 ) -> dict[str, SavedBuffer]:
     """Rank 0's buffers, then those that only other ranks have. ``main``: each rank's file."""
-    shared = {
-        name: [dtype_name(buffer.dtype, where=f"buffer {name!r}"), list(buffer.shape)]
-        for name, buffer in metadata.buffers.items()
-    }
     first, *others = [part["buffers"] for part in reports]
-    rows = _agreed("buffer", [{**shared, **first}, *others])
+    rows = _agreed("buffer", [{**described(metadata.buffers), **first}, *others])
     found = {}
     for name, (dtype, shape) in rows.items():
         holders = [rank for rank, part in enumerate(reports) if name in part["buffers"]]
@@ -402,6 +398,14 @@ def _saved_buffers(
             places = [main[at] for at in _nearest(holders, metadata.dp_ranks, len(reports))]
         found[name] = SavedBuffer(dtype=dtype, shape=tuple(shape), files=tuple(places))
     return found
+
+
+def described(buffers: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Dtype and shape of each buffer."""
+    return {
+        name: [dtype_name(buffer.dtype, where=f"buffer {name!r}"), list(buffer.shape)]
+        for name, buffer in buffers.items()
+    }
 
 
 def _nearest(holders: Sequence[int], dp_ranks: Sequence[int], world_size: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint.directory import open_checkpoint
 from zeroshard.checkpoint.export import (
-    PIECE_NBYTES,
     Exporter,
     Progress,
     converted,
@@ -37,7 +36,7 @@ from zeroshard.checkpoint.export_plan import (
     written_dtype,
 )
 from zeroshard.checkpoint.manifest import DTYPES, VALUE
-from zeroshard.checkpoint.reader import Source
+from zeroshard.checkpoint.reader import Source, pieces
 from zeroshard.errors import CheckpointError, ZeroShardError
 
 logger = logging.getLogger("zeroshard")
@@ -78,17 +77,6 @@ def chosen_parameters(source: Source, *, exclude_frozen_parameters: bool = False
     return chosen
 
 
-def saved_pieces(source: Source, fqn: str) -> Iterator[Tensor]:
-    """The value of a saved parameter in flat pieces. Each piece is overwritten by the next."""
-    parameter = source.parameters[fqn]
-    dtype = DTYPES[parameter.tensors[VALUE].dtype]
-    buffer = torch.empty(min(parameter.numel, PIECE_NBYTES // dtype.itemsize), dtype=dtype)
-    for begin in range(0, parameter.numel, max(1, len(buffer))):
-        piece = buffer[: parameter.numel - begin]
-        source.fill(fqn, VALUE, begin, piece)
-        yield piece
-
-
 def export_checkpoint(
     source: Source,
     directory: str | Path,
@@ -127,7 +115,7 @@ def export_checkpoint(
         weights, directory, filename=filename, max_shard_size=max_shard_size, progress=progress
     ) as exporter:
         for name in names:
-            exporter.put(name, saved_pieces(source, name))
+            exporter.put(name, pieces(source, name))
         for name, buffer in buffers.items():
             exporter.put(name, pieces_of(buffer))
         return exporter.finish()
@@ -157,7 +145,7 @@ class LazyTensor:
         """
         out = torch.empty(self.numel(), dtype=self.dtype)
         at = 0
-        for piece in saved_pieces(self.source, self.fqn):
+        for piece in pieces(self.source, self.fqn):
             out[at : at + len(piece)] = converted(piece, self.dtype, name=self.fqn)
             at += len(piece)
         return out.view(self.shape)

@@ -239,5 +239,5 @@ WORKING: tuple[tuple[str, str, str], ...] = (  # modules, home, names; "theirs=o
     ("launcher.runner", "zeroshard.launch.rank_env", "DEEPSPEED_ENVIRONMENT_NAME"),
     ("launcher.runner", _POOLS, "fetch_hostfile parse_inclusion_exclusion EXPORT_ENVS DLTS_HOSTFILE"),
     ("launcher.runner", "zeroshard.cli.launch", "main"),
-    ("env_report", HERE + "command", "main=report cli_main=report"),
+    ("env_report", HERE + "install", "main=report cli_main=report"),
 )  # fmt: skip

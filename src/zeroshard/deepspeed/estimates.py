@@ -81,15 +81,13 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the table of stage 2 for a number of parameters, and name ``zeroshard plan``."""
-    print(_heading(num_gpus_per_node, num_nodes, total_params))
-    print("  per CPU  |  per GPU |   Options")
+    rows = []
     for offload in (True, False):
-        host, device = estimate_zero2_model_states_mem_needs(
+        needs = estimate_zero2_model_states_mem_needs(
             total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
         )
-        word = "cpu" if offload else "none"
-        print(f" {host / _GIB:7.2f}GB | {device / _GIB:6.2f}GB | offload_optimizer={word}")
-    _name_the_plan()
+        rows.append((*needs, f"offload_optimizer={'cpu' if offload else 'none'}"))
+    _print(_heading(num_gpus_per_node, num_nodes, total_params), rows)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -103,8 +101,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
     Names ``zeroshard plan`` after it.
     """
-    print(_heading(num_gpus_per_node, num_nodes, total_params, largest_layer_params))
-    print("  per CPU  |  per GPU |   Options")
+    rows = []
     for params, optimizer in ((True, True), (False, True), (False, False)):
         for zero_init in (True, False):
             host, device, _ = estimate_zero3_model_states_mem_needs(
@@ -115,8 +112,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(
                 f"offload_param={'cpu ' if params else 'none'}, "
                 f"offload_optimizer={'cpu ' if optimizer else 'none'}, zero_init={int(zero_init)}"
             )
-            print(f" {host / _GIB:7.2f}GB | {device / _GIB:6.2f}GB | {words}")
-    _name_the_plan()
+            rows.append((host, device, words))
+    _print(_heading(num_gpus_per_node, num_nodes, total_params, largest_layer_params), rows)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -145,8 +142,11 @@ def estimate_zero3_model_states_mem_needs_all_live(
     )
 
 
-def _name_the_plan() -> None:
-    """Print what to run on standard error: programs read the table on standard output."""
+def _print(heading: str, rows: Sequence[tuple[int, int, str]]) -> None:
+    """Print a table, and on standard error what to run: programs read the table on standard output."""
+    print(f"{heading}\n  per CPU  |  per GPU |   Options")
+    for host, device, options in rows:
+        print(f" {host / _GIB:7.2f}GB | {device / _GIB:6.2f}GB | {options}")
     print(
         "These are model states only. For activations, temporaries and what fits, run: "
         f"{PLAN_COMMAND}",

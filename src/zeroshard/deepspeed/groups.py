@@ -23,22 +23,25 @@ OPENED = (TENSOR, SEQUENCE, BATCH, HOLDERS, PIPELINE, PIPELINE | TENSOR, ALONE)
 """The groups that have a process group."""
 
 
-def _getters(
-    dims: frozenset[str],
+def getters(
+    dims: frozenset[str], of: Callable[[Any], MeshGroups] = lambda self: self
 ) -> tuple[Callable[..., Any], Callable[..., int], Callable[..., int]]:
-    """Three methods for the group along ``dims``: process group, number of ranks, this rank's number."""
+    """Three methods for the group along ``dims``: process group, number of ranks, this rank's number.
 
-    def group(self: MeshGroups) -> Any:
+    ``of``: the groups of the object that has the methods.
+    """
+
+    def group(self: Any) -> Any:
         """The process group. See :meth:`MeshGroups.group`."""
-        return self.group(dims)
+        return of(self).group(dims)
 
-    def size(self: MeshGroups) -> int:
+    def size(self: Any) -> int:
         """Number of ranks in the group."""
-        return self.size(dims)
+        return of(self).size(dims)
 
-    def rank(self: MeshGroups) -> int:
+    def rank(self: Any) -> int:
         """This rank's number in the group."""
-        return self.rank_in(dims)
+        return of(self).rank_in(dims)
 
     return group, size, rank
 
@@ -114,31 +117,16 @@ class MeshGroups:
             get_world_group() if len(ranks) == self.mesh.world_size else self._process_groups[ranks]
         )
 
-    (
-        get_data_parallel_group,
-        get_data_parallel_world_size,
-        get_data_parallel_rank,
-    ) = _getters(BATCH)
-    (
-        get_sequence_data_parallel_group,
-        get_sequence_data_parallel_world_size,
-        get_sequence_data_parallel_rank,
-    ) = _getters(HOLDERS)
-    (
-        get_tensor_model_parallel_group,
-        get_tensor_model_parallel_world_size,
-        get_tensor_model_parallel_rank,
-    ) = _getters(TENSOR)
-    (
-        get_sequence_parallel_group,
-        get_sequence_parallel_world_size,
-        get_sequence_parallel_rank,
-    ) = _getters(SEQUENCE)
-    (
-        get_pipe_parallel_group,
-        get_pipe_parallel_world_size,
-        get_pipe_parallel_rank,
-    ) = _getters(PIPELINE)
+    get_data_parallel_group, get_data_parallel_world_size, get_data_parallel_rank = getters(BATCH)
+    (get_sequence_data_parallel_group, get_sequence_data_parallel_world_size,
+     get_sequence_data_parallel_rank) = getters(HOLDERS)  # fmt: skip
+    (get_tensor_model_parallel_group, get_tensor_model_parallel_world_size,
+     get_tensor_model_parallel_rank) = getters(TENSOR)  # fmt: skip
+    (get_sequence_parallel_group, get_sequence_parallel_world_size,
+     get_sequence_parallel_rank) = getters(SEQUENCE)  # fmt: skip
+    get_pipe_parallel_group, get_pipe_parallel_world_size, get_pipe_parallel_rank = getters(
+        PIPELINE
+    )
     get_model_parallel_group = get_tensor_model_parallel_group
     get_model_parallel_world_size = get_tensor_model_parallel_world_size
     get_model_parallel_rank = get_tensor_model_parallel_rank

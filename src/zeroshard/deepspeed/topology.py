@@ -16,10 +16,10 @@ from torch import Tensor
 from zeroshard.core.mesh import BATCH, Mesh
 from zeroshard.deepspeed import collectives as comm
 from zeroshard.deepspeed.collectives import get_rank, get_world_size
-from zeroshard.deepspeed.groups import MeshGroups, current
+from zeroshard.deepspeed.groups import PIPELINE, TENSOR, MeshGroups, current, getters
 from zeroshard.errors import UsageError
 
-MODEL = frozenset({"pipeline", "tensor"})
+MODEL = PIPELINE | TENSOR
 """Ranks that differ only in these dimensions hold one copy of the model together."""
 
 
@@ -160,6 +160,10 @@ def mesh_of(topology: ProcessTopology) -> Mesh:
     return Mesh(**{_DIM_OF[axis]: size for axis, size in sizes})
 
 
+def _groups(grid: PipelineParallelGrid) -> MeshGroups:
+    return grid._groups
+
+
 class PipelineParallelGrid:
     """This rank's place in a topology, and its process groups. It can be passed as ``mpu``.
 
@@ -199,56 +203,15 @@ class PipelineParallelGrid:
         """This rank's number among all ranks."""
         return self.global_rank
 
-    def get_stage_id(self) -> int:
-        """The number of this rank's pipeline stage."""
-        return self._groups.rank_in({"pipeline"})
-
-    def get_data_parallel_id(self) -> int:
-        """This rank's number among the data-parallel ranks."""
-        return self._groups.rank_in(BATCH)
-
-    get_pipe_parallel_rank = get_stage_id
-    get_data_parallel_rank = get_data_parallel_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """The number of pipeline stages."""
-        return self.pipe_parallel_size
-
-    def get_pipe_parallel_group(self) -> Any:
-        """The process group of this rank's pipeline; None if there is one stage."""
-        return self._groups.group({"pipeline"})
-
-    def get_data_parallel_world_size(self) -> int:
-        """The number of data-parallel ranks."""
-        return self.data_parallel_size
-
-    def get_data_parallel_group(self) -> Any:
-        """The process group of the ranks with the same part of the model; None for one rank."""
-        return self._groups.group(BATCH)
-
-    def get_model_parallel_rank(self) -> int:
-        """This rank's number among the ranks that hold one copy of the model together."""
-        return self._groups.rank_in(MODEL)
-
-    def get_model_parallel_world_size(self) -> int:
-        """The number of ranks that hold one copy of the model together."""
-        return self._groups.size(MODEL)
-
-    def get_model_parallel_group(self) -> Any:
-        """The process group of the ranks that hold one copy of the model together; None for one rank."""
-        return self._groups.group(MODEL)
-
-    def get_slice_parallel_rank(self) -> int:
-        """This rank's number in its tensor group."""
-        return self._groups.rank_in({"tensor"})
-
-    def get_slice_parallel_world_size(self) -> int:
-        """The number of ranks of a tensor group."""
-        return self.slice_parallel_size
-
-    def get_slice_parallel_group(self) -> Any:
-        """The process group of the tensor group; None for one rank."""
-        return self._groups.group({"tensor"})
+    get_pipe_parallel_group, get_pipe_parallel_world_size, get_stage_id = getters(PIPELINE, _groups)
+    get_data_parallel_group, get_data_parallel_world_size, get_data_parallel_id = getters(
+        BATCH, _groups
+    )
+    (get_model_parallel_group, get_model_parallel_world_size,
+     get_model_parallel_rank) = getters(MODEL, _groups)  # fmt: skip
+    (get_slice_parallel_group, get_slice_parallel_world_size,
+     get_slice_parallel_rank) = getters(TENSOR, _groups)  # fmt: skip
+    get_pipe_parallel_rank, get_data_parallel_rank = get_stage_id, get_data_parallel_id
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """The rank of stage ``stage_id`` at this rank's place on the other axes, or at ``kwargs``."""

@@ -241,7 +241,7 @@ class CheckpointLoader:
         shapes = {s.fqn: global_shape(s) for unit in local.units for s in unit.layout.slots}
 
         def compare() -> tuple[Mapping[str, str], Mapping[str, Any]]:
-            names = restore.match(source, shapes, strict=strict, elsewhere=other_parameters).names
+            names = restore.match(source, shapes, strict=strict, elsewhere=other_parameters)
             shared = source.shared(allow_pickle=self.section.allow_pickle)
             if optimizer_states:
                 shared = {**shared, "groups": _fitting_groups(source, shared, local, names, state)}

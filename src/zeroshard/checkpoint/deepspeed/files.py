@@ -49,7 +49,10 @@ def is_deepspeed(path: str | Path) -> bool:
 
 def files_of(path: Path) -> RankFiles:
     """The files of a directory, which must have one for every rank up to the highest."""
-    names = _names(path)
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror}.") from error
     model, optim, experts, of_places = (
         [found for name in names if (found := pattern.fullmatch(name))]
         for pattern in (_MODEL, _OPTIM, _EXPERT, _PLACE)
@@ -63,39 +66,22 @@ def files_of(path: Path) -> RankFiles:
             "DeepSpeed, or the save did not finish. Give the directory of one tag, such as "
             "global_step1000."
         )
-    same = _of_one_stage(path, model)
+    whole = [m for m in model if m["rank"] is None]
+    sliced = [m for m in model if m["rank"] is not None]  # one for each rank (stage 3)
+    if whole and sliced:
+        _refuse_mixture(path, whole[0].string, sliced[0].string)
     return RankFiles(
-        _by_rank(path, same, "model"),
+        _by_rank(path, sliced or whole, "model"),
         _by_rank(path, optim, "optim"),
         {(int(m["layer"]), int(m["rank"])): path / m.string for m in experts},
         _by_rank(path, of_places, "optim"),
     )
 
 
-def _names(path: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(path))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be opened: {error.strerror}.") from error
-
-
 def _others(names: Sequence[str], known: Sequence[re.Match[str]]) -> list[str]:
     """Files of another kind of parallelism."""
     parts = {name for name in names if _PARTS.fullmatch(name)} - {m.string for m in known}
     return sorted(parts | {m.string for m in known if int(m["mp"]) != 0})
-
-
-def _of_one_stage(path: Path, model: list[re.Match[str]]) -> list[re.Match[str]]:
-    """The files of the model: one for all ranks, or one for each (stage 3).
-
-    Raises:
-        CheckpointError: the directory has files of both kinds.
-    """
-    whole = [m for m in model if m["rank"] is None]
-    sliced = [m for m in model if m["rank"] is not None]
-    if whole and sliced:
-        _refuse_mixture(path, whole[0].string, sliced[0].string)
-    return sliced or whole
 
 
 def _by_rank(path: Path, matches: Iterable[re.Match[str]], kind: str) -> tuple[Path, ...]:

@@ -146,6 +146,7 @@ class DeepSpeedReader:
     ``groups``: the names of the trained parameters in each group of the optimizer, in its order. The
     files of stages 1 to 3 contain them. Those of stage 0 do not, so they are needed unless one group has
     all parameters. ``left_behind``: one text for each thing that the files hold and that is not loaded.
+    ``parameters`` have no ``fragments``: :meth:`fill` knows where values are.
 
     Raises:
         CheckpointError: files are missing, damaged or of different saves; another kind of parallelism was
@@ -153,8 +154,8 @@ class DeepSpeedReader:
     """
 
     def __init__(self, path: str | Path, *, groups: Sequence[Sequence[str]] | None = None) -> None:
-        self.path = Path(path)
-        self.left_behind: list[str] = []
+        self.path, self.mesh = Path(path), ""
+        self.left_behind: Sequence[str] = []
         self._places: dict[tuple[str, str], FlatSpan] = {}
         files = files_of(self.path)
         self._models = [load_file(file) for file in files.model]
@@ -167,11 +168,12 @@ class DeepSpeedReader:
             )
             self._weights = self._read_weights()
             slots, options, wrapper = self._optimizer(files, optims, groups)
-            self._parameters = self._describe(slots)
+            self.parameters: Mapping[str, SavedParameter] = self._describe(slots)
             if optims and not slots[0].is_cut and not _is_round_robin(self._models[0]):
                 wrappers = [optim["optimizer_state_dict"] for optim in optims]
                 check_owners(files.optim, slots, wrappers)
             self._buffers = [self._buffers_of(model) for model in self._models]
+            self.dp_ranks: Sequence[int] = range(len(self._buffers))  # whose buffers were saved
             self._shared = _shared(self._models[0], options, wrapper)
             for key in ("data_sampler", "random_ltd"):
                 if self._models[0].get(key) is not None:
@@ -185,24 +187,9 @@ class DeepSpeedReader:
                 "0.19."
             ) from error
 
-    @property
-    def parameters(self) -> Mapping[str, SavedParameter]:
-        """See ``Source``. ``fragments`` are empty: :meth:`fill` knows where values are."""
-        return self._parameters
-
-    @property
-    def mesh(self) -> str:
-        """See ``Source``. Empty: every saved rank had samples of its own."""
-        return ""
-
-    @property
-    def dp_ranks(self) -> Sequence[int]:
-        """See ``Source``. The ranks whose buffers were saved."""
-        return range(len(self._buffers))
-
     def fill(self, fqn: str, tensor: str, begin: int, out: Tensor, box: Box | None = None) -> None:
         """See ``Source``."""
-        place, stored = self._places[fqn, tensor], whole(self._parameters[fqn].shape)
+        place, stored = self._places[fqn, tensor], whole(self.parameters[fqn].shape)
         if box is None or box == stored:
             place.read(begin, out)
         else:
@@ -321,8 +308,9 @@ class DeepSpeedReader:
 
     def _buffers_of(self, model: Mapping[str, Any]) -> dict[str, Tensor]:
         """The buffers in a model file, and those of all experts."""
-        of_experts = {n: b for n, b in self._experts.items() if n not in self._weights}
-        return {**_buffers(model), **of_experts}
+        module, names = model["module"], set(model["buffer_names"])
+        own = {n: b for n, b in module.items() if n in names and isinstance(b, Tensor)}
+        return own | {n: b for n, b in self._experts.items() if n not in self._weights}
 
     def _describe(self, slots: Sequence[DeepSpeedSlot]) -> dict[str, SavedParameter]:
         """All parameters, in the module's order. Fills ``_places`` with where each tensor is."""
@@ -419,7 +407,7 @@ class DeepSpeedReader:
 
     def _leave(self, text: str) -> None:
         if text not in self.left_behind:
-            self.left_behind.append(text)
+            self.left_behind = [*self.left_behind, text]
 
 
 def load_file(path: Path) -> dict[str, Any]:
@@ -463,11 +451,6 @@ def _is_round_robin(model: Mapping[str, Any]) -> bool:
     config = model.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     return isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients"))
-
-
-def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
-    module, names = model["module"], set(model["buffer_names"])
-    return {n: b for n, b in module.items() if n in names and isinstance(b, Tensor)}
 
 
 def _aliases(model: Mapping[str, Any]) -> dict[str, str]:

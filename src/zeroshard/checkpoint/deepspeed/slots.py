@@ -13,6 +13,7 @@ State is laid out like the masters. Single numbers belong to all parameters of a
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -226,14 +227,11 @@ def sharded_slots(
     master, base = _KEYS[is_cut]
     masters = [w[master] for w in wrappers]
     count, ranks = len(param_shapes), len(wrappers)
-    if isinstance(wrappers[0][base], list):
-        options, groups, states = _elastic_states(wrappers, base, count)
-    else:
-        options, groups, states = _states_of_groups([w[base] for w in wrappers])
-    _check_counts(count, (*masters, *states, groups))
-    padding = _paddings(wrappers, count, is_cut=is_cut)
-    gaps = wrappers[0].get("param_alignment_paddings") or _no_gaps(param_shapes)
-    counts = per_layer(fqn for row in param_shapes for fqn in row)
+    options, groups, states = _states_of(wrappers, base, masters, count)
+    none = [0] * count
+    padding = [none if is_cut else w.get("group_paddings", none) for w in wrappers]
+    gaps = wrappers[0].get("param_alignment_paddings") or [[0] * len(row) for row in param_shapes]
+    counts = per_layer(itertools.chain(*param_shapes))
 
     def slot_of(at: int, place: int, held: Sequence[int]) -> DeepSpeedSlot:
         sizes = param_shapes[at].items()
@@ -258,38 +256,27 @@ def sharded_slots(
     ], options
 
 
-def _check_counts(count: int, lists: Iterable[Sequence[Any]]) -> None:
-    if any(len(rows) != count for rows in lists):
+def _states_of(
+    wrappers: Sequence[Mapping[str, Any]], base: str, masters: Sequence[Any], count: int
+) -> _States:
+    """That of an elastic checkpoint is by slot, without options; others have the optimizer's own keys."""
+    bases = [wrapper[base] for wrapper in wrappers]
+    if isinstance(bases[0], list):
+        row = {"step": wrappers[0].get("base_optimizer_state_step")}
+        options: list[dict[str, Any]] = [{} for _ in range(count)]
+        groups = list(range(count))
+        states = [[_with_step(state, row) for state in base] for base in bases]
+    else:
+        options = dict(bases[0])["param_groups"]
+        keys = [(group, key) for group, row in enumerate(options) for key in row["params"]]
+        groups = [group for group, _ in keys]
+        states = [
+            [_with_step(base["state"].get(key, {}), base["param_groups"][g]) for g, key in keys]
+            for base in bases
+        ]
+    if any(len(rows) != count for rows in (*masters, *states, groups)):
         raise ValueError(f"{count} groups of parameters, but not as many of masters or of state")
-
-
-def _paddings(
-    wrappers: Sequence[Mapping[str, Any]], count: int, *, is_cut: bool
-) -> list[Sequence[int]]:
-    none = [0] * count
-    return [none if is_cut else w.get("group_paddings", none) for w in wrappers]
-
-
-def _no_gaps(param_shapes: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    return [[0] * len(row) for row in param_shapes]
-
-
-def _elastic_states(wrappers: Sequence[Mapping[str, Any]], base: str, count: int) -> _States:
-    """Of an elastic checkpoint: it has the state by slot, without options."""
-    row = {"step": wrappers[0].get("base_optimizer_state_step")}
-    states = [[_with_step(state, row) for state in wrapper[base]] for wrapper in wrappers]
-    return [{} for _ in range(count)], list(range(count)), states
-
-
-def _states_of_groups(bases: Sequence[Mapping[str, Any]]) -> _States:
-    """Of a checkpoint with the optimizer's own keys for state: each slot gets its group's step."""
-    options = dict(bases[0])["param_groups"]
-    keys = [(group, key) for group, row in enumerate(options) for key in row["params"]]
-    states = [
-        [_with_step(base["state"].get(key, {}), base["param_groups"][g]) for g, key in keys]
-        for base in bases
-    ]
-    return options, [group for group, _ in keys], states
+    return options, groups, states
 
 
 def whole_slots(
