@@ -461,6 +461,9 @@ class PlannedSwapFile(SwapFile):
         self.reserved_nbytes += extent.nbytes
         return extent
 
+    def drain(self) -> None:
+        """Every transfer has ended."""
+
     def close(self) -> None:
         self._bounces = []
         self._report_bounces()
