@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from zeroshard.errors import ConfigError, UnsupportedError, UsageError
-from zeroshard.optim.factory import FlexibleAdam, Lamb, Lion, Muon, build_optimizer
+from zeroshard.optim.factory import build_optimizer
 from zeroshard.optim.inner_optimizer import rebind
+from zeroshard.optim.optimizers import FlexibleAdam, Lamb, Lion, Muon
 from zeroshard.optim.probe import needs_whole_parameters, probe
 
 

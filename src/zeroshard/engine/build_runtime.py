@@ -27,7 +27,6 @@ from zeroshard.engine.pipeline_traffic import PipelineTraffic, agreed_traffic
 from zeroshard.engine.remedies import PlannedRun, search_lines
 from zeroshard.engine.shared_units import gathers_of, reductions_of
 from zeroshard.engine.unit_plan import UnitSpec, plan_bytes
-from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.offload.capacity_check import check_capacity
 from zeroshard.offload.offload_plan import (
     OffloadPlan,
@@ -38,7 +37,7 @@ from zeroshard.offload.offload_plan import (
     shaped_state,
 )
 from zeroshard.offload.shard_store import AllocateShard, ShardStore
-from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
+from zeroshard.offload.stores import Stores, has_copy_streams
 from zeroshard.offload.zeropp_stores import (
     BITS,
     NodeShardStore,
@@ -413,12 +412,7 @@ def _build_optimizer(
     optimizer: torch.optim.Optimizer, reducer: GradReducer, frame: _Frame
 ) -> ShardedOptimizer:
     stores, found = frame.stores, frame.draft.probes
-    host = stores.host_staging()
-    worker = None
-    if host is not None:
-        threads = update_threads(frame.draft.device, frame.draft.rank_info)
-        worker = AsyncUpdateWorker(frame.draft.device, threads=threads, delayed=stores.is_delayed)
-    stores.let_updates_begin_early(host, worker, found)
+    host, worker = stores.host_updates(found, frame.draft.rank_info)
     return ShardedOptimizer(
         optimizer,
         reducer.buffers,

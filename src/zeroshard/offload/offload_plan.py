@@ -55,6 +55,12 @@ class OffloadPlan:
         """Whether any chunk is stored, and updated, outside the device."""
         return any(span.tier is not Tier.DEVICE for spans in self.spans.values() for span in spans)
 
+    def chunks(self) -> Iterator[tuple[str, DtypeRow, Span, int]]:
+        """Each chunk of what the rank updates, in order: unit, dtypes, span and number of elements."""
+        for name, spans in self.spans.items():
+            for span in spans:
+                yield name, self.rows[name], span, span.end - span.begin
+
     def spans_of(self, unit: str) -> Sequence[Span]:
         """The unit's spans; empty: all on the device."""
         return self.spans.get(unit, ())
@@ -133,14 +139,17 @@ def _early(
 
 def old_state_nbytes(offload_plan: OffloadPlan, found: Mapping[torch.dtype, Probe]) -> int:
     """Host memory for the state before early updates: parameter, master, and state of their shapes."""
-    nbytes = 0
-    for name in offload_plan.early:
-        row = offload_plan.rows[name]
-        kept = [dtype for dtype in found[row.master].state.values() if dtype is not None]
-        dtypes = [row.param, *([row.master] if row.has_master else []), *kept]
-        numel = sum(span.end - span.begin for span in offload_plan.spans[name])
-        nbytes += numel * sum(dtype.itemsize for dtype in dtypes)
-    return nbytes
+    return sum(
+        numel * sum(dtype.itemsize for dtype in (row.param, *_updated_dtypes(row, found)))
+        for name, row, _, numel in offload_plan.chunks()
+        if name in offload_plan.early
+    )
+
+
+def _updated_dtypes(row: DtypeRow, found: Mapping[torch.dtype, Probe]) -> list[torch.dtype]:
+    """The dtypes of optimizer state of the parameters' shapes, and of the master."""
+    kept = [dtype for dtype in found[row.master].state.values() if dtype is not None]
+    return [*kept, row.master] if row.has_master else kept
 
 
 def _grad_tiers(spans: Mapping[str, Sequence[Span]]) -> dict[str, Tier]:
@@ -244,13 +253,9 @@ def page_sizes(
 
     In the order in which the chunks are made and updated, that of forward.
     """
-    for name, spans in offload_plan.spans.items():
-        row = offload_plan.rows[name]
-        kept = [dtype for dtype in found[row.master].state.values() if dtype is not None]
-        dtypes = [*kept, row.master] if row.has_master else kept
-        for span in spans:
-            if span.tier.only_in_use:
-                yield span.tier, page_nbytes(span.end - span.begin, dtypes)
+    for _, row, span, numel in offload_plan.chunks():
+        if span.tier.only_in_use:
+            yield span.tier, page_nbytes(numel, _updated_dtypes(row, found))
 
 
 def disk_buffer_nbytes(
@@ -286,32 +291,27 @@ def shared_nbytes(offload_plan: OffloadPlan) -> tuple[int, int]:
     Such chunks share buffers (:class:`zeroshard.offload.host_chunk.HostBuffers`).
     """
     itemsize, grad_nbytes, param_nbytes = grad_itemsize(offload_plan), 0, 0
-    for name, spans in offload_plan.spans.items():
-        for span in spans:
-            if span.tier.only_in_use:
-                numel = span.end - span.begin
-                grad_nbytes = max(grad_nbytes, numel * itemsize)
-                if offload_plan.tier_of(name) is Tier.DEVICE:
-                    param_nbytes = max(param_nbytes, numel * offload_plan.rows[name].param.itemsize)
+    for name, row, span, numel in offload_plan.chunks():
+        if span.tier.only_in_use:
+            grad_nbytes = max(grad_nbytes, numel * itemsize)
+            if offload_plan.tier_of(name) is Tier.DEVICE:
+                param_nbytes = max(param_nbytes, numel * row.param.itemsize)
     return grad_nbytes, param_nbytes
 
 
 def host_sizes(offload_plan: OffloadPlan) -> Iterator[tuple[str, int, torch.dtype]]:
     """Pinned memory that a GPU needs: ledger category ("master" or "scratch"), elements and dtype."""
     itemsize, compared = grad_itemsize(offload_plan), 0
-    for name, spans in offload_plan.spans.items():
-        row, on_device = offload_plan.rows[name], offload_plan.tier_of(name) is Tier.DEVICE
-        for span in spans:
-            numel = span.end - span.begin
-            if span.tier is Tier.DEVICE:
-                continue
-            if not span.tier.only_in_use:
-                yield "scratch", numel * itemsize, torch.uint8
-                if on_device:
-                    yield "scratch", numel * row.param.itemsize, torch.uint8
-                    compared += 1
-            if span.tier is Tier.HOST and row.has_master:
-                yield "master", numel, row.master
+    for name, row, span, numel in offload_plan.chunks():
+        if span.tier is Tier.DEVICE:
+            continue
+        if not span.tier.only_in_use:
+            yield "scratch", numel * itemsize, torch.uint8
+            if offload_plan.tier_of(name) is Tier.DEVICE:
+                yield "scratch", numel * row.param.itemsize, torch.uint8
+                compared += 1
+        if span.tier is Tier.HOST and row.has_master:
+            yield "master", numel, row.master
     if offload_plan.is_updated_off_device:
         for nbytes in shared_nbytes(offload_plan):
             for _ in range(SHARED_BUFFERS if nbytes else 0):

@@ -9,6 +9,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,7 +36,6 @@ from zeroshard.offload.offload_plan import (
     shared_nbytes,
 )
 from zeroshard.offload.pager import Pager, TransferTimes
-from zeroshard.offload.shard_store import EditWatch
 from zeroshard.offload.swap_file import SwapFile
 from zeroshard.offload.tier_stores import ChunkMemory, FakeStores, TierOpening, TierStores
 from zeroshard.optim.fused_update import threads_for
@@ -67,23 +67,23 @@ class Stores:
         self, config: Config, ledger: Ledger, offload_plan: OffloadPlan, device: torch.device
     ) -> None:
         zero = config.zero_optimization
-        self._ledger = ledger
-        self._optimizer, self._param = zero.offload_optimizer, zero.offload_param
+        section = zero.offload_optimizer
+        is_fake = isinstance(torch.empty(0), FakeTensor)
+        self._offload_plan = offload_plan
+        self._is_delayed = section is not None and section.delayed_update
+        streams = None
+        if offload_plan.is_offloaded and not is_fake:
+            streams = make_copy_streams(device, copies=self._is_delayed)
+        self._opening = TierOpening(
+            Tier.DEVICE, device, ledger, section, zero.offload_param, streams, is_planned=is_fake
+        )
         self._opened: dict[Tier, TierStores] = {}
         self._pager: Pager | None = None
-        self._offload_plan = offload_plan
-        self._is_fake = isinstance(torch.empty(0), FakeTensor)
-        self._device = device
-        self.is_delayed = self._optimizer is not None and self._optimizer.delayed_update
         self._arenas: list[HostArena] = []
         self._copy_buffers: Tensor | None = None  # in a plan for a GPU
-        self.streams: CopyStreams | None = None
-        if offload_plan.is_offloaded and not self._is_fake:
-            self.streams = make_copy_streams(device, copies=self.is_delayed)
-        self._watched: list[EditWatch] = []  # of shards that are not on the device
         in_file = any(tier.only_in_use for tier in offload_plan.params.values())
         has_copies = offload_plan.is_offloaded and has_copy_streams(device)
-        if self.streams is not None or in_file or has_copies:
+        if streams is not None or in_file or has_copies:
             ledger.hold("scratch", WEIGHTS_OWNER, WEIGHTS_NBYTES)
             self._weights = weights_for(torch.empty(0, device=device))
         if device.type == "cpu" and (offload_plan.grads or in_file):
@@ -93,21 +93,10 @@ class Stores:
         """The stores of one tier."""
         if tier not in self._opened:
             kind: Callable[[TierOpening], TierStores] = FakeStores
-            if not self._is_fake or tier is Tier.DEVICE or tier.only_in_use:
+            if not self._opening.is_planned or tier is Tier.DEVICE or tier.only_in_use:
                 module, _, name = tier.made_by.partition(":")
                 kind = getattr(importlib.import_module(module), name)
-            self._opened[tier] = kind(
-                TierOpening(
-                    tier,
-                    self._device,
-                    self._ledger,
-                    self._optimizer,
-                    self._param,
-                    self.streams,
-                    self._watched,
-                    self._is_fake,
-                )
-            )
+            self._opened[tier] = kind(replace(self._opening, tier=tier))
         return self._opened[tier]
 
     def stores_of_unit(self, unit: str) -> TierStores:
@@ -119,7 +108,7 @@ class Stores:
 
         On a GPU, a gradient that is used in host memory gets its store when the optimizer is built.
         """
-        if self._is_fake and unit in self._offload_plan.sent:
+        if self._opening.is_planned and unit in self._offload_plan.sent:
             return PlannedGradStore(self._planned_copy_buffers)
         tier = self._offload_plan.grads.get(unit)
         return None if tier is None else self.stores_of(tier).grad_store(unit, nbytes)
@@ -138,42 +127,44 @@ class Stores:
         """See :meth:`TierStores.chunk_memory`."""
         return self.stores_of(tier).chunk_memory(numel, dtypes)
 
-    def host_staging(self) -> HostStaging | None:
-        """The copies and buffers for chunks updated in host memory; None if they need none.
+    def host_updates(
+        self, found: Mapping[torch.dtype, Probe], rank_info: RankInfo
+    ) -> tuple[HostStaging | None, AsyncUpdateWorker | None]:
+        """What copies and updates chunks in host memory; None if they need no copies.
 
         On CPU ranks only the delayed update needs them: forward may not read what an update is writing.
+        The worker begins updates before the step, if the plan says so. It may use this rank's share of
+        the cores on a GPU host, and torch's number of threads on CPU ranks, where the same cores compute
+        forward and backward.
         """
-        streams = self.streams
-        if streams is None or not self._offload_plan.is_updated_off_device:
-            return None
+        plan, streams = self._offload_plan, self._opening.streams
+        if plan.early:
+            self._hold(_OLD_STATE, old_state_nbytes(plan, found))
+        if streams is None or not plan.is_updated_off_device:
+            return None, None
         nbytes = self._host_nbytes()
-        self._ledger.hold("scratch", _COPY_BUFFERS, nbytes["scratch"], Tier.HOST)
-        pins = self._optimizer is not None and self._optimizer.pin_memory
-        arena = HostArena(sum(nbytes.values()), pins)
+        self._hold(_COPY_BUFFERS, nbytes["scratch"])
+        section, device = self._opening.optimizer, self._opening.device
+        arena = HostArena(sum(nbytes.values()), section is not None and section.pin_memory)
         self._arenas.append(arena)
-        return HostStaging(
+        host = HostStaging(
             streams,
             arena.take,
-            self._watched,
-            grad_itemsize=grad_itemsize(self._offload_plan),
-            shared_nbytes=shared_nbytes(self._offload_plan),
+            self._opening.watched,
+            grad_itemsize=grad_itemsize(plan),
+            shared_nbytes=shared_nbytes(plan),
         )
-
-    def let_updates_begin_early(
-        self,
-        host: HostStaging | None,
-        worker: AsyncUpdateWorker | None,
-        found: Mapping[torch.dtype, Probe],
-    ) -> None:
-        """Let the worker begin updates before the step, if the plan says so."""
-        if not self._offload_plan.early:
-            return
-        self._ledger.hold(
-            "scratch", _OLD_STATE, old_state_nbytes(self._offload_plan, found), Tier.HOST
-        )
-        if host is not None and worker is not None:
+        threads = torch.get_num_threads()
+        if device.type != "cpu":
+            threads = threads_for(sys.maxsize, cores(), rank_info.local_world_size, threads)
+        worker = AsyncUpdateWorker(device, threads=threads, delayed=self._is_delayed)
+        if plan.early:
             factor_1 = host.allocate(1, torch.float64)
-            worker.early = EarlyUpdates(worker, self._offload_plan.early, host.streams, factor_1)
+            worker.early = EarlyUpdates(worker, plan.early, streams, factor_1)
+        return host, worker
+
+    def _hold(self, owner: str, nbytes: int) -> None:
+        self._opening.ledger.hold("scratch", owner, nbytes, Tier.HOST)
 
     def _host_nbytes(self) -> dict[str, int]:
         """Bytes of pinned memory for the update in host memory, by category of the ledger."""
@@ -186,7 +177,7 @@ class Stores:
         """The copy buffers of a plan for a GPU, uint8 and fake, from their first use on."""
         if self._copy_buffers is None:
             nbytes = self._host_nbytes()["scratch"]
-            self._ledger.hold("scratch", _COPY_BUFFERS, nbytes, Tier.HOST)
+            self._hold(_COPY_BUFFERS, nbytes)
             self._copy_buffers = torch.empty(nbytes, dtype=torch.uint8)
         return self._copy_buffers
 
@@ -203,7 +194,7 @@ class Stores:
     @property
     def file_nbytes(self) -> int:
         """Bytes that are reserved in swap files; those that a real rank would reserve, if simulated."""
-        return sum(opened.file_nbytes for opened in self._opened.values())
+        return sum(file.reserved_nbytes for file in self.files)
 
     @property
     def timeline(self) -> TransferTimes | None:
@@ -213,7 +204,7 @@ class Stores:
     @property
     def moved_nbytes(self) -> dict[str, int]:
         """Bytes since the engine was built: from and to disk, to the host and back to the device."""
-        streams = self.streams or CopyStreams()
+        streams = self._opening.streams or CopyStreams()
         return {
             "read_nbytes": sum(file.read_nbytes for file in self.files),
             "written_nbytes": sum(file.written_nbytes for file in self.files),
@@ -226,7 +217,7 @@ class Stores:
 
         ``wait=False``: wait at most ``PATIENCE_S``. Copies may wait for a collective that never ends.
         """
-        streams = self.streams
+        streams = self._opening.streams
         if streams is None:
             return True
         if wait:
@@ -234,7 +225,7 @@ class Stores:
             return True
 
         def finish() -> None:
-            choose_device(self._device)
+            choose_device(self._opening.device)
             streams.synchronize()
 
         waiting = threading.Thread(target=finish, name="zeroshard-copies", daemon=True)
@@ -248,20 +239,8 @@ class Stores:
         tiers = self._opened.values()
         for arena in [*self._arenas, *(arena for opened in tiers for arena in opened.arenas)]:
             arena.close() if is_idle else arena.keep_locked()
-        self._ledger.hold("scratch", _COPY_BUFFERS, 0, Tier.HOST)
-        self._ledger.hold("scratch", _OLD_STATE, 0, Tier.HOST)
-        self._ledger.hold("scratch", WEIGHTS_OWNER, 0)
+        self._hold(_COPY_BUFFERS, 0)
+        self._hold(_OLD_STATE, 0)
+        self._opening.ledger.hold("scratch", WEIGHTS_OWNER, 0)
         for opened in self._opened.values():
             opened.close()
-
-
-def update_threads(device: torch.device, rank_info: RankInfo) -> int:
-    """Threads for the update in host memory.
-
-    On a GPU host, this rank's share of the cores. On CPU ranks torch's number of threads, since the same
-    cores compute forward and backward.
-    """
-    omp = torch.get_num_threads()
-    if device.type == "cpu":
-        return omp
-    return threads_for(sys.maxsize, cores(), rank_info.local_world_size, omp)

@@ -73,11 +73,6 @@ class TierStores:
         """The swap files that are open."""
         return []
 
-    @property
-    def file_nbytes(self) -> int:
-        """Bytes that are reserved in them."""
-        return sum(file.reserved_nbytes for file in self.files)
-
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeroed memory ``[numel]`` for a shard."""
         return torch.zeros(numel, dtype=dtype, device=self._opening.device)

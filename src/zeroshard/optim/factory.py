@@ -16,12 +16,14 @@ from zeroshard.config.keys import nearest
 from zeroshard.config.params import OPTIMIZERS
 from zeroshard.errors import ConfigError, UnsupportedError
 from zeroshard.optim.inner_optimizer import rebind
-from zeroshard.optim.optimizers import FlexibleAdam, Group, Lamb, Lion, Muon
-
-__all__ = ["FlexibleAdam", "Lamb", "Lion", "Muon", "build_optimizer"]
+from zeroshard.optim.optimizers import FlexibleAdam, Group, Lamb, Muon, named
 
 _FUSED_DEVICES = ("cpu", "cuda", "meta")
 _HINTS = ("foreach", "fused", "set_grad_none")  # choose between kernels, which the engine does
+
+_Options = dict[str, Any]
+_Chosen = tuple[Callable[..., Optimizer], _Options]
+"""What makes an optimizer, and the options for it."""
 
 
 def build_optimizer(
@@ -92,10 +94,7 @@ def _refuse_unknown(type_: str, options: Iterable[str], known: Mapping[str, Any]
             raise ConfigError(f"optimizer.params.{key}: {type_} has no such argument; {hint}")
 
 
-def _chosen(
-    type_: str, name: str, options: dict[str, Any], state_dtype: torch.dtype | None
-) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
-    """The class that makes the optimizer, and its options."""
+def _chosen(type_: str, name: str, options: _Options, state_dtype: torch.dtype | None) -> _Chosen:
     row = OPTIMIZERS.get(name)
     if state_dtype is not None and not (row and row.narrow_state):
         raise UnsupportedError(
@@ -108,13 +107,11 @@ def _chosen(
     made_by: Any = getattr(importlib.import_module(module), attribute)
     if isinstance(made_by, type):
         return made_by, options
-    chosen: tuple[Callable[..., Optimizer], dict[str, Any]] = made_by(name, options, state_dtype)
+    chosen: _Chosen = made_by(name, options, state_dtype)
     return chosen
 
 
-def choose_adagrad(
-    _name: str, options: dict[str, Any], _state_dtype: torch.dtype | None
-) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+def choose_adagrad(_name: str, options: _Options, _state_dtype: object) -> _Chosen:
     """``torch.optim.Adagrad`` without its first allocation."""
     return _adagrad, options
 
@@ -123,23 +120,16 @@ def choose_adagrad(
 def _adagrad(groups: Sequence[Group], **options: Any) -> Optimizer:
     """The constructor would make state as large as the parameters: it gets their shapes alone, then the
     parameters take their places."""
-    optimizer = torch.optim.Adagrad(_shapes(groups), **options)
     members = [_tensors(group) for group in groups]
+    shapes = [[torch.empty_like(tensor, device="meta") for tensor in group] for group in members]
+    optimizer = torch.optim.Adagrad(
+        [{**group, "params": here} for group, here in zip(groups, shapes, strict=True)], **options
+    )
     rebind(optimizer, members, fresh_state=False)
     return optimizer
 
 
-def _shapes(groups: Iterable[Group]) -> list[Group]:
-    """The groups without memory, because Adagrad's constructor makes state as large as its parameters."""
-    return [
-        {**group, "params": [torch.empty_like(p, device="meta") for p in _tensors(group)]}
-        for group in groups
-    ]
-
-
-def choose_adam(
-    name: str, options: dict[str, Any], state_dtype: torch.dtype | None
-) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+def choose_adam(name: str, options: _Options, state_dtype: torch.dtype | None) -> _Chosen:
     decoupled = options.pop("adam_w_mode", True) or name == "AdamW"
     if options.pop("torch_adam", False):
         options.pop("bias_correction", None)
@@ -160,18 +150,14 @@ def choose_adam(
     return FlexibleAdam, options
 
 
-def choose_lamb(
-    _name: str, options: dict[str, Any], _state_dtype: torch.dtype | None
-) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+def choose_lamb(_name: str, options: _Options, _state_dtype: object) -> _Chosen:
     """Lamb. Raises :class:`UnsupportedError` for ``amsgrad``."""
     if options.pop("amsgrad", False):
         raise UnsupportedError("Lamb has no variant with amsgrad; leave it out")
     return Lamb, options
 
 
-def choose_muon(
-    _name: str, options: dict[str, Any], _state_dtype: torch.dtype | None
-) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+def choose_muon(_name: str, options: _Options, _state_dtype: object) -> _Chosen:
     """Muon. Raises :class:`UnsupportedError` for ``per_head_muon``."""
     if options.pop("per_head_muon", False):
         raise UnsupportedError("per_head_muon is planned, not implemented yet; leave it out")
@@ -206,6 +192,4 @@ def _can_fuse(groups: Iterable[Group]) -> bool:
 
 def _tensors(group: Group) -> list[Tensor]:
     """The parameters of a group, with or without names."""
-    params = group["params"]
-    members = [params] if isinstance(params, Tensor) else list(params)
-    return [member[1] if isinstance(member, tuple) else member for member in members]
+    return [tensor for _, tensor in named(group["params"])]

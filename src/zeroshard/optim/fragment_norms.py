@@ -70,25 +70,23 @@ def norms_of(parts: Sequence[Part], library: CompiledNorms | None) -> Sequence[T
         numel = sum(end - begin for _, cuts in parts for begin, end in cuts)
         threads = threads_for(numel, torch.get_num_threads())
         return library.measure(parts, threads=threads).unbind()
-    return [norm for grad_R, cuts in parts for norm in _norms_one_by_one(grad_R, cuts, library)]
+    if len(parts) != 1:
+        return [norm for part in parts for norm in norms_of([part], library)]
+    ((grad_R, cuts),) = parts
+    if isinstance(grad_R, FakeTensor) and _is_bf16_on_host(grad_R):
+        # allocates what the library does
+        return grad_R.new_empty(len(cuts), dtype=torch.float32).unbind()
+    return [norm_of(grad_R[begin:end]) for begin, end in cuts]
 
 
 def _fits(grad_R: Tensor) -> bool:
     """Whether the library can measure parts of the gradient."""
     is_plain = grad_R.is_contiguous() and not isinstance(grad_R, FakeTensor)
-    return is_plain and grad_R.dtype == torch.bfloat16 and grad_R.device.type == "cpu"
+    return is_plain and _is_bf16_on_host(grad_R)
 
 
-def _norms_one_by_one(
-    grad_R: Tensor, cuts: Sequence[tuple[int, int]], library: CompiledNorms | None
-) -> Sequence[Tensor]:
-    if library is not None and _fits(grad_R):
-        return norms_of([(grad_R, cuts)], library)
-    is_fake = isinstance(grad_R, FakeTensor)
-    if is_fake and grad_R.dtype == torch.bfloat16 and grad_R.device.type == "cpu":
-        # allocates what the library does
-        return grad_R.new_empty(len(cuts), dtype=torch.float32).unbind()
-    return [norm_of(grad_R[begin:end]) for begin, end in cuts]
+def _is_bf16_on_host(grad_R: Tensor) -> bool:
+    return grad_R.dtype == torch.bfloat16 and grad_R.device.type == "cpu"
 
 
 def in_order_of_clipping(
@@ -115,13 +113,10 @@ def norm_of(flat: Tensor, piece_numel: int = PIECE_NUMEL) -> Tensor:
     16-bit values are upcast ``piece_numel`` at a time, and the norm is that of the pieces' norms. Of
     complex values it is the root of the sum of their squared absolute values.
     """
-    if flat.is_complex():
-        size: Tensor = torch.linalg.vector_norm(flat)
-        return size
-    if flat.device.type != "cpu" and flat.dtype != torch.float64:
+    if flat.device.type != "cpu" and flat.dtype != torch.float64 and not flat.is_complex():
         measured: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)  # one kernel
         return measured
-    if flat.dtype in (torch.float32, torch.float64):
+    if flat.dtype in (torch.float32, torch.float64) or flat.is_complex():
         wide = flat
     elif flat.numel() <= piece_numel:
         wide = flat.float()
