@@ -150,13 +150,8 @@ class RawLoop:
     """The plain loop: threads that read and write blocks of one file, each through its own buffer."""
 
     def __init__(self, directory: str, nbytes: int) -> None:
-        from zeroshard.memory.host_memory import (
-            aligned_bytes,
-            allocate,
-            memory_at,
-            open_unnamed,
-            turn_direct,
-        )
+        from zeroshard.core.files import turn_direct
+        from zeroshard.memory.host_memory import aligned_bytes, allocate, memory_at, open_unnamed
 
         self._fd, _ = open_unnamed(directory)
         self.direct = turn_direct(self._fd)

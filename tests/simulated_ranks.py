@@ -36,7 +36,7 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.engine.checkpoint_loader import CheckpointLoader, Loaded
 from zeroshard.engine.checkpoint_saver import CheckpointSaver, Counters, TrainingState
 from zeroshard.optim.inner_optimizer import rebind
-from zeroshard.precision.loss_scaler import StaticScale
+from zeroshard.precision.loss_scaler import LossScaler
 from zeroshard.precision.policy import DtypeRow
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.life import Life
@@ -349,7 +349,7 @@ class EnginePart:
             owner.register_buffer(leaf, buffer.clone())
         inner = rank.local.optimizer.inner
         self.state = TrainingState(
-            Counters(global_steps=3), self.module, inner, inner.param_groups, StaticScale(), None,
+            Counters(global_steps=3), self.module, inner, inner.param_groups, LossScaler(), None,
             None, accumulation_steps=1,
         )  # fmt: skip
         section, device = CheckpointConfig(), torch.device("cpu")

@@ -27,11 +27,11 @@ from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
 from zeroshard.core import tiers
+from zeroshard.core.files import PAGE_NBYTES
 from zeroshard.core.ledger import RESTING, TEMPORARY
 from zeroshard.core.stages import state_nbytes
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.memory import storage
-from zeroshard.memory.host_memory import PAGE_NBYTES
 from zeroshard.offload.capacity_check import ON_DISK, demand_of
 from zeroshard.offload.disk_stores import DiskShardStore
 from zeroshard.offload.grad_store import WRITES_IN_FLIGHT, DiskGradStore

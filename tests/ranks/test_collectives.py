@@ -18,7 +18,7 @@ from zeroshard.comm.agreement import ControlGroup, agree_plan, post_plan, run_on
 from zeroshard.comm.collectives import sum_in_rank_order
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.host import open_sockets
-from zeroshard.comm.store_keys import FAILED, namespace
+from zeroshard.comm.store_keys import FAILED, Rendezvous, namespace
 from zeroshard.errors import CheckpointError, ConfigError, RankLate, RankMismatch, UsageError
 from zeroshard.session.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings
@@ -277,7 +277,7 @@ def plan_of(rank, odd):
 def test_another_plan_on_one_rank_is_refused_with_one_text():
     store, rank = default_store(), dist.get_rank()
     with pytest.raises(RankMismatch) as caught:
-        agree_plan(namespace(store, "test", rank), rank, 3, plan_of(rank, odd=1))
+        agree_plan(Rendezvous(namespace(store, "test", rank), rank, 3), plan_of(rank, odd=1))
     text = str(caught.value)
     assert text.startswith("RankMismatch: rank 1 has another plan than ranks 0,2. ")
     assert "reduce_bucket_size = 500 (ranks 0,2, host " in text
@@ -291,7 +291,7 @@ def test_another_plan_on_one_rank_is_refused_with_one_text():
 def test_equal_plans_agree_again_and_again():
     store, rank = default_store(), dist.get_rank()
     for _ in range(3):
-        agree_plan(namespace(store, "test", rank), rank, 2, plan_of(rank, odd=None))
+        agree_plan(Rendezvous(namespace(store, "test", rank), rank, 2), plan_of(rank, odd=None))
 
 
 @on_ranks(2)
@@ -299,14 +299,14 @@ def test_a_rank_may_leave_a_meeting_before_the_others_come():
     """All ranks then join the next meeting, like ranks that build an engine again after an error."""
     store, rank = default_store(), dist.get_rank()
     for _ in range(2):
-        post_plan(namespace(store, "left", rank), rank, 2, {FAILED: "for a reason"})
+        post_plan(Rendezvous(namespace(store, "left", rank), rank, 2), {FAILED: "for a reason"})
         if rank == 0:  # far ahead of the other
             dist.barrier()
-            agree_plan(namespace(store, "left", rank), rank, 2, {"a": "1"}, timeout_s=20)
+            agree_plan(Rendezvous(namespace(store, "left", rank), rank, 2, 20), {"a": "1"})
         else:
             agree = namespace(store, "left", rank)
             dist.barrier()
-            agree_plan(agree, rank, 2, {"a": "1"}, timeout_s=20)
+            agree_plan(Rendezvous(agree, rank, 2, 20), {"a": "1"})
 
 
 def together(rank: int) -> ControlGroup:
@@ -361,7 +361,7 @@ def test_a_failure_of_one_rank_is_the_same_error_on_all(where):
 def test_a_rank_that_does_not_come_is_named():
     if dist.get_rank() == 0:
         with pytest.raises(RankLate, match=r"rank 1 did not reach 'plan' within 0 s"):
-            agree_plan(namespace(default_store(), "test", 0), 0, 2, {"a": "1"}, timeout_s=0.1)
+            agree_plan(Rendezvous(namespace(default_store(), "test", 0), 0, 2, 0.1), {"a": "1"})
 
 
 @pytest.mark.smoke

@@ -17,17 +17,14 @@ from zeroshard.comm.connect import DeviceUse
 from zeroshard.comm.host import Process
 from zeroshard.comm.store_keys import (
     Missing,
+    Rendezvous,
     absent,
-    arrive,
-    exchange,
     first_pause_s,
     next_pause_s,
-    outcome,
     post,
     posts,
     present,
     ranks_key,
-    wait_for,
 )
 from zeroshard.errors import RankLate
 from zeroshard.session.session import _summary
@@ -49,10 +46,10 @@ def test_every_rank_gets_all_values_in_rank_order(size):
     drawn, store = random.Random(size), new_store()
     values = [f"value {drawn.random()}" for _ in range(size)]
     order = drawn.sample(range(size), size)
-    said = [arrive(store, r, size, values[r], json.dumps, key="k") for r in order]
+    said = [Rendezvous(store, r, size).arrive(values[r], json.dumps, "k") for r in order]
     assert [text is None for text in said] == [True] * (size - 1) + [False]
     for rank in range(size):
-        assert json.loads(outcome(store, rank, size, key="k", timeout_s=1)) == values
+        assert json.loads(Rendezvous(store, rank, size, 1).outcome("k")) == values
 
 
 def test_any_text_can_be_posted():
@@ -68,7 +65,7 @@ def test_exchange_waits_for_the_other_ranks():
     store, found = new_store(), {}
 
     def rank(at: int) -> None:
-        found[at] = exchange(store, at, 9, str(at), key="k", timeout_s=20)
+        found[at] = Rendezvous(store, at, 9, 20).exchange(str(at), "k")
 
     threads = [threading.Thread(target=rank, args=(at,)) for at in range(9)]
     for thread in threads:
@@ -87,17 +84,17 @@ def test_plans_are_grouped_as_a_comparison_of_all_would(size):
     for rank, plan in enumerate(plans):
         wanted.setdefault(plan["stage"], []).append(rank)
     for rank in drawn.sample(range(1, size), size - 1):
-        post_plan(store, rank, size, plans[rank])
-    groups = alike_plans(store, 0, size, plans[0], timeout_s=1)
+        post_plan(Rendezvous(store, rank, size), plans[rank])
+    groups = alike_plans(Rendezvous(store, 0, size, 1), plans[0])
     assert groups == sorted(wanted.values(), key=lambda ranks: (-len(ranks), ranks))
 
 
 def test_who_is_late_is_named():
     store, heard = new_store(), []
     for rank in (0, 1, 3, 4):
-        arrive(store, rank, 7, "", json.dumps, key="k")
+        Rendezvous(store, rank, 7).arrive("", json.dumps, "k")
     with pytest.raises(RankLate, match=re.escape("ranks 2,5,6 did not reach 'k' within 0 s")):
-        outcome(store, 0, 7, key="k", timeout_s=0.3, check=lambda late: heard.append(list(late)))
+        Rendezvous(store, 0, 7, 0.3, lambda late: heard.append(list(late))).outcome("k")
     assert heard[-1] == [2, 5, 6]
 
 
@@ -108,10 +105,8 @@ def test_who_is_late_is_asked_only_if_it_is_used():
     assert (len(late), list(late), 7 in late, len(asked)) == (2, [4, 7], True, 1)
     over = iter([None] * 400 + [True])
     checks: list[object] = []
-    wait_for(
-        lambda: next(over), lambda: asked.append(0) or [1], "x",
-        rank=0, size=2, timeout_s=60, check=checks.append,
-    )  # fmt: skip
+    meeting = Rendezvous(new_store(), 0, 2, 60, checks.append)
+    meeting.wait_for(lambda: next(over), lambda: asked.append(0) or [1], "x")
     assert checks
     assert len(asked) == 1
 

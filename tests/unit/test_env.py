@@ -11,10 +11,8 @@ import torch.distributed as dist
 import warm_python
 
 from zeroshard.comm.env import (
-    DataCoordinate,
     RankInfo,
     RunName,
-    data_coordinate,
     meeting_place,
     rank_info_of,
     run_name,
@@ -119,11 +117,6 @@ def test_a_host_without_an_address_ends_the_start_and_is_named(no_launcher, monk
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match=r"meet at host 'nowhere\.x', port 29500, and this name"):
         init_distributed(verbose=False)
-
-
-def test_each_rank_has_its_own_share_of_the_data():
-    coordinates = [data_coordinate(RankInfo(rank, 4, rank % 2, 2)) for rank in range(4)]
-    assert coordinates == [DataCoordinate(dp_rank, 4) for dp_rank in range(4)]
 
 
 def test_rank_0_of_the_run_is_the_main_rank():

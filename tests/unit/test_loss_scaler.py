@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.precision.loss_scaler import DynamicScale, StaticScale, scaler_from
+from zeroshard.precision.loss_scaler import DynamicScale, LossScaler, scaler_from
 
 OVERFLOW, GOOD = torch.tensor(1.0), torch.tensor(0.0)
 
@@ -152,14 +152,14 @@ def test_updates_run_on_fake_tensors():
 
 
 def test_a_static_scale_does_not_move():
-    scaler = StaticScale(128)
+    scaler = LossScaler(128)
     scaler.update(OVERFLOW)
     assert (scaler.scale.item(), scaler.at_floor.item()) == (128, False)
 
 
 def test_a_static_scale_is_the_configurations_even_after_loading():
-    scaler = StaticScale(8)
-    scaler.load_state_dict(StaticScale(128).state_dict())
+    scaler = LossScaler(8)
+    scaler.load_state_dict(LossScaler(128).state_dict())
     assert scaler.scale.item() == 8
 
 

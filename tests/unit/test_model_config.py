@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeroshard.core.model_config import text_config
+from zeroshard.comm.mesh_objects import text_config
 
 
 class Several:

@@ -31,15 +31,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from zeroshard.checkpoint.manifest import ITEMSIZE, Dtype
-from zeroshard.core.files import free_nbytes, reason
+from zeroshard.core.files import free_nbytes, reason, turn_direct
 from zeroshard.errors import CheckpointError, DiskError
-from zeroshard.memory.host_memory import (
-    NO_FALLOCATE,
-    aligned_bytes,
-    host_access,
-    round_to_page,
-    turn_direct,
-)
+from zeroshard.memory.host_memory import NO_FALLOCATE, aligned_bytes, host_access, round_to_page
 
 BLOCK_NBYTES = 4 << 20
 WRITE_THREADS = 2

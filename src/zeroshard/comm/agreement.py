@@ -4,8 +4,9 @@ Before the first collective they compare their plans (:func:`agree_plan`): if th
 differs, every rank raises the same error in the first second, instead of a hang or a wrong number later.
 
 What all ranks of a run do at once has to cost each of them a few requests to the store, however many they
-are (docs/control-plane.md). So the rank that comes last decides for all (:func:`~.store_keys.arrive`),
-and ranks that wait look the less often the more they are (:func:`~.store_keys.next_pause_s`).
+are (docs/control-plane.md). So the rank that comes last decides for all
+(:meth:`~.store_keys.Rendezvous.arrive`), and ranks that wait look the less often the more they are
+(:func:`~.store_keys.next_pause_s`).
 
 While a rank may wait for a disk, in a save or a load, they act and decide together
 (:func:`run_on_all_ranks`): all ranks act, rank 0 decides, all ranks get the decision. A failure of one
@@ -36,17 +37,13 @@ from zeroshard.comm.store_keys import (
     END_S,
     FAILED,
     NOTHING,
-    Check,
+    Rendezvous,
     Store,
     T_co,
     absent,
-    arrive,
     look,
-    no_check,
-    outcome,
     post,
     posts,
-    wait_for,
 )
 from zeroshard.core.files import reason
 from zeroshard.core.texts import rank_ranges
@@ -61,16 +58,12 @@ T = TypeVar("T")
 
 
 def agree_plan(
-    store: Store,
-    rank: int,
-    size: int,
+    meeting: Rendezvous,
     fields: Mapping[str, str],
     *,
     card: str = "",
     sum_up: Callable[[list[str]], str] = lambda _cards: "",
     details: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    timeout_s: float = 1800.0,
-    check: Check = no_check,
 ) -> str:
     """Return if all ranks have equal ``fields``; collective.
 
@@ -80,40 +73,26 @@ def agree_plan(
 
     Raises:
         RankMismatch: names the first field that differs, its values, and the ranks that have them.
-        RankLate: some ranks did not post within ``timeout_s``; it names them.
+        RankLate: some ranks did not post in time; it names them.
     """
-    said = post_plan(store, rank, size, fields, card=card, sum_up=sum_up, details=details)
-    if said is None:
-        said = outcome(store, rank, size, key="plan", timeout_s=timeout_s, check=check)
-    groups, _, summary = said.partition("\n")
+    said = post_plan(meeting, fields, card=card, sum_up=sum_up, details=details)
+    groups, _, summary = (meeting.outcome("plan") if said is None else said).partition("\n")
     if odd := json.loads(groups):
-        raise RankMismatch(mismatch_text(odd, plans_of(store, odd)))
+        raise RankMismatch(mismatch_text(odd, plans_of(meeting.store, odd)))
     return summary
 
 
-def alike_plans(
-    store: Store,
-    rank: int,
-    size: int,
-    fields: Mapping[str, str],
-    *,
-    timeout_s: float = 1800.0,
-    check: Check = no_check,
-) -> list[list[int]]:
+def alike_plans(meeting: Rendezvous, fields: Mapping[str, str]) -> list[list[int]]:
     """The ranks in groups that have equal ``fields``, the largest group first; collective.
 
     :func:`plans_of` has the fields. Raises RankLate as :func:`agree_plan`.
     """
-    said = post_plan(store, rank, size, fields)
-    if said is None:
-        said = outcome(store, rank, size, key="plan", timeout_s=timeout_s, check=check)
-    return json.loads(said.partition("\n")[0]) or [list(range(size))]
+    said = post_plan(meeting, fields) or meeting.outcome("plan")
+    return json.loads(said.partition("\n")[0]) or [list(range(meeting.size))]
 
 
 def post_plan(
-    store: Store,
-    rank: int,
-    size: int,
+    meeting: Rendezvous,
     fields: Mapping[str, str],
     *,
     card: str = "",
@@ -128,8 +107,8 @@ def post_plan(
     text = json.dumps(dict(fields))
     digest = hashlib.sha256(text.encode()).hexdigest()
     packed = {key: _packed(lines) for key, lines in details.items()}
-    store.set(f"fields/{rank}", json.dumps([socket.gethostname(), text, packed]))
-    return arrive(store, rank, size, digest + card, partial(_compared, sum_up), key="plan")
+    meeting.store.set(f"fields/{meeting.rank}", json.dumps([socket.gethostname(), text, packed]))
+    return meeting.arrive(digest + card, partial(_compared, sum_up), "plan")
 
 
 class PostedPlan(NamedTuple):
@@ -365,10 +344,9 @@ class ControlGroup:
         self._recorder.waiter = threading.get_ident()
         began_s = self._recorder.begin_wait(item)
         try:
-            return wait_for(
-                find, missing, topic,
-                rank=self.rank, size=size, timeout_s=self._timeout_s, check=check,
-            )  # fmt: skip
+            assert self._store is not None
+            meeting = Rendezvous(self._store, self.rank, size, self._timeout_s, check)
+            return meeting.wait_for(find, missing, topic)
         finally:
             self._recorder.end_wait(item, began_s)
 

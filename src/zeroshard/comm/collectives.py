@@ -144,7 +144,6 @@ class SoloComm:
         return vector_K.detach().clone().unsqueeze(0)
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
-        """Nothing moves."""
         check_source(src, 1)
         self.recorder.enter(self._broadcasts[name], tensor, tensor.numel(), 0)
         return DONE

@@ -10,7 +10,6 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from zeroshard.comm.agreement import ControlGroup, run_on_all_ranks
 from zeroshard.comm.collectives import Comm, ErrorExplainer, SoloComm
@@ -21,8 +20,7 @@ from zeroshard.comm.process_group import GlooComm, ProcessGroupComm
 from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.shared_memory import PeerMemory, apart, open_peer_memory
 from zeroshard.comm.shm import ShmComm, ShmLink
-from zeroshard.comm.store_keys import Store as AgreeStore
-from zeroshard.comm.store_keys import namespace, ranks_key
+from zeroshard.comm.store_keys import Rendezvous, Store, namespace, ranks_key
 from zeroshard.core.texts import rank_ranges
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import ConfigError, LaunchError, UsageError
@@ -95,28 +93,16 @@ def make_comm(
     if len(ranks) == 1 and transport != "stock":
         return SoloComm(recorder)
     opening = Opening(group, backend, ranks, purpose, device, timeout_s, recorder, guard, check)
-    if transport == "auto":
-        return _first_possible(opening)
-    comm = _open_row(TRANSPORTS[transport], opening)
-    if isinstance(comm, str):
-        raise ConfigError(f'transport "{transport}" is not possible here: {comm}. Use "auto".')
-    return comm
-
-
-def _first_possible(opening: Opening) -> Comm:
-    """The communicator of the first row of :data:`TRANSPORTS` that these ranks can use."""
-    for row in TRANSPORTS.values():
-        comm = _open_row(row, opening)
-        if not isinstance(comm, str):
-            return comm
-    raise AssertionError("the last row works for all ranks")
-
-
-def _open_row(row: Transport, opening: Opening) -> Comm | str:
-    """The communicator, or why these ranks cannot use it."""
-    if row.backend not in (None, opening.backend):
-        return f"it needs {row.backend}, but this process group uses {opening.backend}"
-    return row.open(opening)
+    rows = TRANSPORTS.values() if transport == "auto" else [TRANSPORTS[transport]]
+    for row in rows:
+        if row.backend in (None, backend):
+            found = row.open(opening)
+        else:
+            found = f"it needs {row.backend}, but this process group uses {backend}"
+        if not isinstance(found, str):
+            return found
+    # Not of "auto": the last row works for all ranks.
+    raise ConfigError(f'transport "{transport}" is not possible here: {found}. Use "auto".')
 
 
 def _planned_transport(transport: str, ranks: Sequence[int]) -> str:
@@ -131,14 +117,7 @@ def _open_shm(opening: Opening) -> Comm | str:
     met = _meet(opening)
     if isinstance(met, str):
         return met
-    return ShmComm(
-        met,
-        rank=dist.get_rank(opening.group),
-        ranks=opening.ranks,
-        recorder=opening.recorder,
-        guard=opening.guard,
-        timeout_s=opening.timeout_s,
-    )
+    return ShmComm(met, ranks=opening.ranks, recorder=opening.recorder, guard=opening.guard)
 
 
 def open_link(
@@ -165,8 +144,7 @@ def open_link(
     met = _meet(opening)
     if isinstance(met, str):
         return None
-    me = ranks.index(dist.get_rank())
-    return ShmLink(met, rank=me, ranks=ranks, recorder=recorder, guard=guard, timeout_s=timeout_s)
+    return ShmLink(met, ranks, recorder, guard)
 
 
 def _host_only(opening: Opening) -> str:
@@ -303,13 +281,13 @@ def _meet(opening: Opening) -> PeerMemory | str:
     ranks = opening.ranks
     label = f"zs/shm/{opening.purpose}/{ranks_key(ranks)}"
     me = ranks.index(dist.get_rank())
-    place = namespace(cast("AgreeStore", default_store()), label, me)
-    return open_peer_memory(place, me, len(ranks), timeout_s=opening.timeout_s, check=opening.check)
+    place = namespace(default_store(), label, me)
+    return open_peer_memory(Rendezvous(place, me, len(ranks), opening.timeout_s, opening.check))
 
 
 def default_store() -> Store:
     """The store that the ranks met through. Torch has no public name for it."""
-    return dist.distributed_c10d._get_default_store()
+    return cast("Store", dist.distributed_c10d._get_default_store())
 
 
 def said_by_rank_0(make: Callable[[], str], topic: str, failed: str) -> str:
@@ -322,7 +300,7 @@ def said_by_rank_0(make: Callable[[], str], topic: str, failed: str) -> str:
     if not dist.is_initialized():
         return make()
     me = dist.get_rank()
-    place = namespace(cast("AgreeStore", default_store()), f"zs/said/{topic}", me)
+    place = namespace(default_store(), f"zs/said/{topic}", me)
     group = ControlGroup(place, rank=me, size=dist.get_world_size())
     _, said = run_on_all_ranks(
         group,

@@ -113,11 +113,6 @@ def current_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
     return rank_info
 
 
-def data_coordinate(rank_info: RankInfo) -> DataCoordinate:
-    """The data coordinate of a process. All parallelism is data parallelism, so each rank has its own."""
-    return DataCoordinate(rank_info.rank, rank_info.world_size)
-
-
 def run_name(environ: Mapping[str, str] | None = None) -> RunName:
     """Run and attempt, as ZeroShard's launcher or torchrun names them."""
     env = os.environ if environ is None else environ

@@ -10,7 +10,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -24,10 +24,6 @@ class Process:
     space: str  # boot and process namespace: within one, process numbers can be compared
     pid: int
     started: str
-
-    def to_json(self) -> dict[str, object]:
-        """The fields as JSON values, for the store."""
-        return asdict(self)
 
 
 def this_process() -> Process:

@@ -1,7 +1,8 @@
 """Reads what a program's objects say about the mesh: device meshes, an ``mpu``, sizes of other libraries.
 
 The objects are recognized by their attributes, so that no library has to be imported. Each function makes
-a :class:`~zeroshard.core.mesh_sources.MeshSource`, without a collective.
+a :class:`~zeroshard.core.mesh_sources.MeshSource`, without a collective. :func:`text_config` reads the
+configuration of a Transformers model.
 """
 
 from __future__ import annotations
@@ -342,3 +343,18 @@ class _MpuReader:
                 f"mpu.{name}() failed with {type(error).__name__}: {error}. It is asked when the engine "
                 "is built, so make the groups before."
             ) from error
+
+
+def text_config(config: Any) -> Any:
+    """The part of a model's configuration that describes its language model; ``config`` itself if none.
+
+    A model of several modalities has a configuration for each. If several of them describe a language
+    model, there is none of the whole.
+    """
+    get = getattr(config, "get_text_config", None)
+    if get is None:
+        return config
+    try:
+        return get()
+    except ValueError:  # an encoder and a decoder have one each
+        return config

@@ -16,7 +16,6 @@ from typing import Any, NoReturn, Protocol, cast
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from zeroshard.comm.collectives import (
     DONE,
@@ -30,8 +29,7 @@ from zeroshard.comm.collectives import (
 )
 from zeroshard.comm.host import shut_down
 from zeroshard.comm.recorder import TAG_BITS, Item, Recorder
-from zeroshard.comm.store_keys import Store as AgreeStore
-from zeroshard.comm.store_keys import namespace, ranks_key
+from zeroshard.comm.store_keys import Store, namespace, ranks_key
 
 
 class Links(Protocol):
@@ -54,7 +52,7 @@ def open_links(
     """
     me = ranks.index(rank)
     place = f"zs/links/{label}/{ranks_key(ranks)}"
-    private = cast(Store, namespace(cast(AgreeStore, store), place, me))
+    private: Any = namespace(store, place, me)
     timeout = timedelta(seconds=timeout_s)
     links = cast(Links, dist.ProcessGroupGloo(private, me, len(ranks), timeout))
     if private.add("connected", 1) == len(ranks):

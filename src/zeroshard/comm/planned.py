@@ -63,12 +63,10 @@ class PlannedComm(ProcessGroupComm):
         self._bound = _FakeSkipped(group)
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
-        """Nothing moves."""
         self._check("all_gather", name, full_N, shard_S)
         return super().all_gather(full_N, shard_S, name=name)
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
-        """Nothing moves."""
         self._check("reduce_scatter", name, full_N, out_S)
         handle = super().reduce_scatter(out_S, full_N, name=name)
         if not self.adds or self.size == 2 or handle is DONE:
@@ -82,25 +80,16 @@ class PlannedComm(ProcessGroupComm):
     def joint_all_gather(
         self, full_N: Sequence[Tensor], shard_S: Sequence[Tensor], *, name: str
     ) -> JointHandle:
-        """Nothing moves."""
-        size = self.size
-        for full, shard in zip(full_N, shard_S, strict=True):
-            if full.numel() != size * shard.numel() or full.dtype is not shard.dtype:
-                self._check("all_gather", name, full, shard)
+        self._check_all("all_gather", name, full_N, shard_S)
         return super().joint_all_gather(full_N, shard_S, name=name)
 
     def joint_reduce_scatter(
         self, out_S: Sequence[Tensor], full_N: Sequence[Tensor], *, name: str
     ) -> JointHandle:
-        """Nothing moves."""
-        size = self.size
-        for full, out in zip(full_N, out_S, strict=True):
-            if full.numel() != size * out.numel() or full.dtype is not out.dtype:
-                self._check("reduce_scatter", name, full, out)
+        self._check_all("reduce_scatter", name, full_N, out_S)
         return super().joint_reduce_scatter(out_S, full_N, name=name)
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
-        """Nothing moves."""
         if not tensor.is_contiguous():
             raise UsageError(
                 f"broadcast {name!r}: the tensor of shape {tuple(tensor.shape)} has the strides "
@@ -108,6 +97,12 @@ class PlannedComm(ProcessGroupComm):
                 "tensor.contiguous()."
             )
         return super().broadcast(tensor, src, name=name)
+
+    def _check_all(
+        self, op: str, name: str, full_N: Sequence[Tensor], shard_S: Sequence[Tensor]
+    ) -> None:
+        for full, shard in zip(full_N, shard_S, strict=True):
+            self._check(op, name, full, shard)
 
     def _check(self, op: str, name: str, full_N: Tensor, shard_S: Tensor) -> None:
         if full_N.numel() != self.size * shard_S.numel() or full_N.dtype != shard_S.dtype:
@@ -264,11 +259,9 @@ class PlannedWindows(Windows):
 
     @property
     def lent_nbytes(self) -> int:
-        """See :class:`Windows`."""
         return self._lent_nbytes
 
     def new_block(self, offset: int, nbytes: int) -> tuple[int, PlannedBlock]:
-        """See :class:`Windows`."""
         return offset, PlannedBlock(nbytes, self.done, self._count_lent)
 
     def _count_lent(self, nbytes: int) -> None:

@@ -373,16 +373,13 @@ class RegisteredMemory:
         self._pool = pool
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See :class:`CommMemory`."""
         with self._pool.use():
             return torch.empty(numel, dtype=dtype, device=device)
 
     def use(self) -> AbstractContextManager[object]:
-        """See :class:`CommMemory`."""
         return self._pool.use()
 
     def resize(self, flat: Tensor, nbytes: int) -> None:
-        """See :class:`CommMemory`."""
         with self._pool.use():
             resize(flat, nbytes)
 

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.host import Process, this_process
-from zeroshard.comm.store_keys import Store, exchange
+from zeroshard.comm.store_keys import Rendezvous
 
 #: Slots of a control block: with more collectives in flight, the oldest is finished first.
 RING = 512
@@ -336,7 +336,6 @@ class Arena(Windows):
         self.close = weakref.finalize(self, _leave, self.control, self.fd, os.getpid())
 
     def new_block(self, offset: int, nbytes: int) -> tuple[int, Block]:
-        """See :class:`Windows`."""
         block = Block(self.fd, offset, nbytes)
         return block.bytes.data_ptr(), block
 
@@ -389,43 +388,37 @@ def _leave(control: ControlBlock, fd: int, owner: int) -> None:
 class PeerMemory(NamedTuple):
     """This rank's arena, the mappings of the others, and all processes, by rank inside the group."""
 
+    rank: int
     arena: Arena
     mappings: Mapping[int, PeerMapping]
     processes: Sequence[Process]
+    timeout_s: float
 
 
-def open_peer_memory(
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    timeout_s: float,
-    check: Callable[[Sequence[int]], None] = lambda _missing: None,
-) -> PeerMemory | str:
+def open_peer_memory(meeting: Rendezvous) -> PeerMemory | str:
     """Open each other's memory, or return why that is impossible: the same on all ranks. Collective.
 
-    ``store`` is a key space that only this call uses; ``check`` may end its waits by raising.
+    ``meeting``: in a key space that only this call uses.
     """
-    wait = functools.partial(exchange, store, rank, size, timeout_s=timeout_s, check=check)
+    rank = meeting.rank
     arena, why = _own_arena(rank)
     mine = {"why": why, "process": asdict(this_process()), "fd": -1, "token": 0}
     if arena is not None:
         mine |= {"fd": arena.fd, "token": arena.control.token}
-    cards = [json.loads(text) for text in wait(json.dumps(mine), key="card")]
+    cards = [json.loads(text) for text in meeting.exchange(json.dumps(mine), "card")]
     processes = [Process(**card["process"]) for card in cards]
     why = next((card["why"] for card in cards if card["why"]), "") or apart(processes)
     mappings: Mapping[int, PeerMapping] = {}
     if not why:
         mappings, why = _mappings(rank, processes, cards)
     # No rank goes on before all have opened all. After that a process may end at any time.
-    answers = wait(why, key="opened")
-    why = next((answer for answer in answers if answer), "")
+    why = next((answer for answer in meeting.exchange(why, "opened") if answer), "")
     if arena is None:
         return why
     if why:
         arena.close()
         return why
-    return PeerMemory(arena, mappings, processes)
+    return PeerMemory(rank, arena, mappings, processes, meeting.timeout_s)
 
 
 def _own_arena(rank: int) -> tuple[Arena | None, str]:

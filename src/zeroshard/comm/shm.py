@@ -74,23 +74,14 @@ class ShmComm(RecordedComm):
 
     def __init__(
         self,
-        meeting: PeerMemory,
+        memory: PeerMemory,
         *,
-        rank: int,
         ranks: Sequence[int],
         recorder: Recorder | None = None,
         guard: ErrorExplainer | None = None,
-        timeout_s: float = 1860.0,
     ) -> None:
-        super().__init__(rank, ranks, recorder, guard)
-        self._ring: Ring | None = Ring(
-            meeting,
-            rank=rank,
-            ranks=self.ranks,
-            recorder=self.recorder,
-            guard=self._guard,
-            timeout_s=timeout_s,
-        )
+        super().__init__(memory.rank, ranks, recorder, guard)
+        self._ring: Ring | None = Ring(memory, self.ranks, self.recorder, self._guard)
 
     @property
     def scratch_nbytes(self) -> int:
@@ -297,24 +288,17 @@ class ShmLink:
     copies a message into a block of its own memory when it starts to send, and does not wait for the
     receiver. There are as many blocks as messages were ever on their way at once.
 
-    ``ranks``: the sender and the receiver, as global ranks. ``rank``: 0 for the sender, 1 for the
-    receiver.
+    ``ranks``: the sender and the receiver, as global ranks. They are ranks 0 and 1 of ``memory``.
     """
 
     def __init__(
         self,
-        meeting: PeerMemory,
-        *,
-        rank: int,
+        memory: PeerMemory,
         ranks: Sequence[int],
         recorder: Recorder,
         guard: ErrorExplainer | None,
-        timeout_s: float,
     ) -> None:
-        self._ring = Ring(
-            meeting, rank=rank, ranks=ranks, recorder=recorder, guard=guard or NoExplainer(),
-            timeout_s=timeout_s,
-        )  # fmt: skip
+        self._ring = Ring(memory, ranks, recorder, guard or NoExplainer())
 
     def send(self, item: Item, tensor: Tensor) -> Handle:
         """Start to send. The caller may write its tensor afterwards, and need not wait."""

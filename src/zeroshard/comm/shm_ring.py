@@ -35,28 +35,21 @@ class Ring:
     """
 
     def __init__(
-        self,
-        meeting: PeerMemory,
-        *,
-        rank: int,
-        ranks: Sequence[int],
-        recorder: Recorder,
-        guard: ErrorExplainer,
-        timeout_s: float,
+        self, memory: PeerMemory, ranks: Sequence[int], recorder: Recorder, guard: ErrorExplainer
     ) -> None:
-        self.arena = meeting.arena
-        self.control = meeting.arena.control
-        self.rank = rank
+        self.arena = memory.arena
+        self.control = memory.arena.control
+        self.rank = rank = memory.rank
         self.size = len(ranks)
         # Start with the neighbour, so that not every rank reads from rank 0 first.
         order = [(rank + i) % len(ranks) for i in range(1, len(ranks))]
-        self.mappings = [(peer, meeting.mappings[peer]) for peer in order]
+        self.mappings = [(peer, memory.mappings[peer]) for peer in order]
         self.arena.readers = [mapping.control for _, mapping in self.mappings]
-        self._processes = meeting.processes
+        self._processes = memory.processes
         self._ranks = ranks
         self._recorder = recorder
         self._guard = guard
-        self._timeout_s = timeout_s
+        self._timeout_s = memory.timeout_s
         self._seq = 0
         self._aborted = False
         self.pending: dict[int, Pending] = {}

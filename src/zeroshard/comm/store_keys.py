@@ -1,4 +1,4 @@
-"""Keys of a store that ranks share: their names, what is posted under them, and waits for that."""
+"""Keys of a store that ranks share: their names, what is posted under them, and how ranks meet there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -126,50 +127,6 @@ def next_pause_s(pause_s: float, waited_s: float, size: int) -> float:
     return min(2 * pause_s, max(quick_s, size / 8000, min(waited_s / 8, size / 1000)))
 
 
-def wait_for(
-    find: Callable[[], T | None],
-    missing: Callable[[], list[int]],
-    topic: str,
-    *,
-    rank: int,
-    size: int,
-    timeout_s: float,
-    check: Check = no_check,
-) -> T:
-    """Return what ``find()`` finds, as soon as that is not None.
-
-    ``missing()``: the ranks that have not come. Both ask the store. ``check(missing)`` is called a few
-    times a second. It may end the wait by raising. ``rank`` and ``topic`` are for the message: who waits,
-    and for what. ``size``: how many ranks may wait with it.
-
-    Raises:
-        RankLate: some ranks did not come within ``timeout_s``; it names them.
-    """
-    begun_s = checked_s = time.monotonic()
-    pause_s = first_pause_s(size)
-    while (found := find()) is None:
-        now_s = time.monotonic()
-        waited_s = now_s - begun_s
-        if now_s - checked_s > CHECK_S or waited_s > timeout_s:
-            checked_s = now_s
-            late = Missing(missing)
-            check(late)
-            if waited_s > timeout_s and (found := find()) is None:
-                who = rank_ranges(late) if late else "the rank that came last"
-                error = RankLate(
-                    f"RankLate: {who} did not reach {topic} within "
-                    f"{timeout_s:.0f} s, while rank {rank} waited. Look at its output first."
-                )
-                error.ranks, error.did = tuple(late), "was late" if len(late) == 1 else "were late"
-                tell_launcher(error, os.environ)
-                raise error
-            if found is not None:
-                return found
-        time.sleep(pause_s)
-        pause_s = next_pause_s(pause_s, waited_s, size)
-    return found
-
-
 def present(store: Store, keys: Sequence[str]) -> list[str]:
     """Those of ``keys`` that the store has, in their order. One request if it has all.
 
@@ -209,66 +166,83 @@ def absent(store: Store, key: str, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if rank not in there]
 
 
-def arrive(
-    store: Store,
-    rank: int,
-    size: int,
-    value: str,
-    decide: Callable[[list[str]], str],
-    *,
-    key: str,
-) -> str | None:
-    """Post ``value`` under ``key`` without waiting. The last of ``size`` ranks gets the decision.
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """This rank among ``size`` ranks that agree through ``store``, a key space of their own.
 
-    The rank that comes last calls ``decide`` with the values of all ranks, in rank order. The other ranks
-    get None here, and the decision of :func:`outcome`. ``decide`` must be the same function of the values
-    on every rank. A rank makes two requests, the last one four.
+    ``check(missing)`` is called a few times a second in each wait, and may end it by raising.
     """
-    if post(store, key, rank, value) != size:
-        return None
-    values = posts(store, key)
-    said = decide([values[at] for at in range(size)])
-    store.set(f"{key}/decided", said)
-    return said
 
+    store: Store
+    rank: int
+    size: int
+    timeout_s: float = 1800.0
+    check: Check = no_check
 
-def outcome(
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    key: str,
-    timeout_s: float = 1800.0,
-    check: Check = no_check,
-) -> str:
-    """What the last rank that came to ``key`` decided. Waits as :func:`wait_for`."""
-    return wait_for(
-        lambda: look(store, f"{key}/decided"),
-        lambda: absent(store, key, range(size)),
-        repr(key),
-        rank=rank,
-        size=size,
-        timeout_s=timeout_s,
-        check=check,
-    )
+    def wait_for(
+        self, find: Callable[[], T | None], missing: Callable[[], list[int]], topic: str
+    ) -> T:
+        """Return what ``find()`` finds, as soon as that is not None.
 
+        ``missing()``: the ranks that have not come. Both ask the store. ``topic``: what is waited for.
 
-def exchange(
-    store: Store,
-    rank: int,
-    size: int,
-    value: str,
-    *,
-    key: str,
-    timeout_s: float = 1800.0,
-    check: Check = no_check,
-) -> list[str]:
-    """Every rank's ``value``, in rank order, on every rank. Waits as :func:`wait_for`.
+        Raises:
+            RankLate: some ranks did not come within ``timeout_s``; it names them.
+        """
+        begun_s = checked_s = time.monotonic()
+        pause_s = first_pause_s(self.size)
+        while (found := find()) is None:
+            now_s = time.monotonic()
+            waited_s = now_s - begun_s
+            if now_s - checked_s > CHECK_S or waited_s > self.timeout_s:
+                checked_s = now_s
+                late = Missing(missing)
+                self.check(late)
+                if waited_s > self.timeout_s and (found := find()) is None:
+                    self._give_up(late, topic)
+                if found is not None:
+                    return found
+            time.sleep(pause_s)
+            pause_s = next_pause_s(pause_s, waited_s, self.size)
+        return found
 
-    ``size`` ranks get ``size`` values each. For many ranks let the last one decide (:func:`arrive`).
-    """
-    said = arrive(store, rank, size, value, json.dumps, key=key)
-    if said is None:
-        said = outcome(store, rank, size, key=key, timeout_s=timeout_s, check=check)
-    values: list[str] = json.loads(said)
-    return values
+    def _give_up(self, late: Missing, topic: str) -> NoReturn:
+        who = rank_ranges(late) if late else "the rank that came last"
+        error = RankLate(
+            f"RankLate: {who} did not reach {topic} within {self.timeout_s:.0f} s, while rank "
+            f"{self.rank} waited. Look at its output first."
+        )
+        error.ranks, error.did = tuple(late), "was late" if len(late) == 1 else "were late"
+        tell_launcher(error, os.environ)
+        raise error
+
+    def arrive(self, value: str, decide: Callable[[list[str]], str], key: str) -> str | None:
+        """Post ``value`` under ``key`` without waiting. The last of the ranks gets the decision.
+
+        The rank that comes last calls ``decide`` with the values of all ranks, in rank order. The other
+        ranks get None here, and the decision of :meth:`outcome`. ``decide`` must be the same function of
+        the values on every rank. A rank makes two requests, the last one four.
+        """
+        if post(self.store, key, self.rank, value) != self.size:
+            return None
+        values = posts(self.store, key)
+        said = decide([values[at] for at in range(self.size)])
+        self.store.set(f"{key}/decided", said)
+        return said
+
+    def outcome(self, key: str) -> str:
+        """What the last rank that came to ``key`` decided. Waits as :meth:`wait_for`."""
+        return self.wait_for(
+            lambda: look(self.store, f"{key}/decided"),
+            lambda: absent(self.store, key, range(self.size)),
+            repr(key),
+        )
+
+    def exchange(self, value: str, key: str) -> list[str]:
+        """Every rank's ``value``, in rank order, on every rank. Waits as :meth:`wait_for`.
+
+        All ranks get all values. For many ranks let the last one decide (:meth:`arrive`).
+        """
+        said = self.arrive(value, json.dumps, key)
+        values: list[str] = json.loads(self.outcome(key) if said is None else said)
+        return values

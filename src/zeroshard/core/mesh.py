@@ -10,13 +10,16 @@ decide which bytes a rank holds. ZeRO does not need to know why.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
+from typing import TypeVar
 
 from zeroshard.errors import UsageError
+
+T = TypeVar("T")
 
 DIMS = ("pipeline", "data_replicate", "data_shard", "sequence", "tensor")
 """The dimensions of a mesh, outermost first. They are also the keys of the section ``parallel``."""
@@ -126,8 +129,7 @@ class Mesh:
 
     def groups(self, dims: Collection[str]) -> list[tuple[int, ...]]:
         """All groups along ``dims``, in the order of their first ranks. Each rank is in one."""
-        found = {self.group(rank, dims): None for rank in range(self.world_size)}
-        return list(found)
+        return self._all(self.group, dims)
 
     def node_group(self, rank: int) -> tuple[int, ...]:
         """The ranks of the node of ``rank`` inside its shard group, in order.
@@ -215,15 +217,15 @@ class Mesh:
 
     def expert_groups(self, size: int) -> list[tuple[int, ...]]:
         """All groups of :meth:`expert_group`."""
-        return list({self.expert_group(rank, size): None for rank in range(self.world_size)})
+        return self._all(self.expert_group, size)
 
     def same_expert_groups(self, size: int) -> list[tuple[int, ...]]:
         """All groups of :meth:`same_experts`."""
-        return list({self.same_experts(rank, size): None for rank in range(self.world_size)})
+        return self._all(self.same_experts, size)
 
     def expert_holder_groups(self, size: int) -> list[tuple[int, ...]]:
         """All groups of :meth:`expert_holders`."""
-        return list({self.expert_holders(rank, size): None for rank in range(self.world_size)})
+        return self._all(self.expert_holders, size)
 
     def tensor_runs(self, size: int) -> list[tuple[int, ...]]:
         """The tensor groups, divided into runs of ``size`` neighbours. ``size`` divides the tensor size.
@@ -247,7 +249,10 @@ class Mesh:
 
     def tied_groups(self, pipeline: Collection[int]) -> list[tuple[int, ...]]:
         """All groups of :meth:`tied_group`. Ranks of other pipeline ranks are in none of them."""
-        return list({self.tied_group(rank, pipeline): None for rank in range(self.world_size)})
+        return self._all(self.tied_group, pipeline)
+
+    def _all(self, group: Callable[[int, T], tuple[int, ...]], by: T) -> list[tuple[int, ...]]:
+        return list(dict.fromkeys(group(rank, by) for rank in range(self.world_size)))
 
     def _rank(self, place: tuple[int, ...]) -> int:
         rank = 0

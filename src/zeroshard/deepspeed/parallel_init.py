@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.env import current_rank_info
-from zeroshard.comm.mesh_objects import mesh_from_model
+from zeroshard.comm.mesh_objects import mesh_from_model, text_config
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.model_config import text_config
 from zeroshard.deepspeed import groups
 from zeroshard.deepspeed.logs import logger
 from zeroshard.errors import UnsupportedError, UsageError

@@ -20,7 +20,6 @@ import ctypes
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ class AcceleratorOps(DeviceOps):
     is_async = True
 
     def select(self) -> None:
-        """See :class:`DeviceOps`."""
         torch.accelerator.set_device_index(self.device)
 
     def current_stream(self) -> torch.Stream:
@@ -56,7 +54,6 @@ class AcceleratorOps(DeviceOps):
         return torch.Stream(self.device)
 
     def event(self) -> Event:
-        """See :class:`DeviceOps`."""
         return self._new_event()
 
     def host_event(self) -> Event:
@@ -64,7 +61,6 @@ class AcceleratorOps(DeviceOps):
         return self._new_event(blocking=True)
 
     def mark(self) -> Mark:
-        """See :class:`DeviceOps`."""
         return DeviceMark(self._new_event(enable_timing=True))
 
     def _new_event(self, **options: bool) -> Event:
@@ -72,11 +68,9 @@ class AcceleratorOps(DeviceOps):
         return torch.Event(self.device, **({"enable_timing": False} | options))
 
     def record_use(self, tensor: Tensor) -> None:
-        """See :class:`DeviceOps`."""
         tensor.record_stream(self.current_stream())
 
     def synchronize(self) -> None:
-        """See :class:`DeviceOps`."""
         torch.accelerator.synchronize(self.device)
 
     def host_flag(self, flag: Tensor) -> HostFlag | Tensor:
@@ -88,55 +82,44 @@ class AcceleratorOps(DeviceOps):
         return ArrivingValues(tensors, self.host_event(), self.raise_if_aborted)
 
     def empty_cache(self) -> None:
-        """See :class:`DeviceOps`."""
         torch.accelerator.empty_cache()
 
     def total_nbytes(self) -> int:
-        """See :class:`DeviceOps`."""
         _, total = torch.accelerator.get_memory_info(self.device)
         return int(total)
 
     def free_nbytes(self) -> int:
-        """See :class:`DeviceOps`."""
         free, _ = torch.accelerator.get_memory_info(self.device)
         return int(free)
 
     def allocatable_nbytes(self) -> int:
-        """See :class:`DeviceOps`."""
         kept = torch.accelerator.memory_reserved(self.device)
         return self.free_nbytes() + int(kept - torch.accelerator.memory_allocated(self.device))
 
     def memory_in_use(self) -> tuple[int, int] | None:
-        """See :class:`DeviceOps`."""
         memory = torch.accelerator
         return memory.memory_allocated(self.device), memory.max_memory_allocated(self.device)
 
     def manual_seed(self, seed: int) -> None:
-        """See :class:`DeviceOps`."""
         module = torch.get_device_module(self.device)
         with torch.accelerator.device_index(self.device.index):
             module.manual_seed(seed)
 
     def rng_state(self) -> Tensor | None:
-        """See :class:`DeviceOps`."""
         state: Tensor = torch.get_device_module(self.device).get_rng_state(self.device)
         return state
 
     def set_rng_state(self, state: Tensor) -> None:
-        """See :class:`DeviceOps`."""
         torch.get_device_module(self.device).set_rng_state(state, self.device)
 
     def identity(self) -> str:
-        """See :class:`DeviceOps`."""
         return str(self.device)
 
     def product(self) -> str:
-        """See :class:`DeviceOps`."""
         name = getattr(torch.get_device_module(self.device), "get_device_name", None)
         return self.device.type if name is None else str(name(self.device))
 
     def multiplies_bf16(self) -> tuple[bool, str] | None:
-        """See :class:`DeviceOps`."""
         return True, f"a device of type {self.device.type}"
 
 
@@ -149,18 +132,6 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
         yield
     finally:
         torch.accelerator.set_stream(outer)
-
-
-@dataclass(frozen=True)
-class CudaPool:
-    """A ``torch.cuda.MemPool`` of one device. See :class:`~zeroshard.device.ops.DevicePool`."""
-
-    handle: Any
-    device: torch.device
-
-    def use(self) -> AbstractContextManager[object]:
-        """See :class:`~zeroshard.device.ops.DevicePool`."""
-        return torch.cuda.use_mem_pool(self.handle, self.device)
 
 
 class CudaOps(AcceleratorOps):
@@ -185,12 +156,11 @@ class CudaOps(AcceleratorOps):
             exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
     def is_capturing(self) -> bool:
-        """See :class:`DeviceOps`."""
         return torch.cuda.is_current_stream_capturing()
 
     def memory_pool(self, allocator: Any) -> DevicePool | None:
         """See :class:`DeviceOps`. Its first allocation raises if segments of memory can grow."""
-        return CudaPool(torch.cuda.MemPool(allocator), self.device)
+        return DevicePool(torch.cuda.MemPool(allocator), self.device)
 
     def identity(self) -> str:
         """See :class:`DeviceOps`. Parts of one GPU (MIG) have different names."""
@@ -201,7 +171,6 @@ class CudaOps(AcceleratorOps):
         return torch.cuda.nvtx.range(name)
 
     def multiplies_bf16(self) -> tuple[bool, str] | None:
-        """See :class:`DeviceOps`."""
         capability = torch.cuda.get_device_capability(self.device)
         return multiplies_bf16(capability, rocm=torch.version.hip is not None)
 

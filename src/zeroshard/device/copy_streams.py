@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from zeroshard.device.accelerator import AcceleratorOps, on_stream
 from zeroshard.device.choice import ops_of
 
 
-class CopyHandle(Protocol):
-    """A copy in flight. It keeps the host's memory alive, and the target on the device."""
+class CopyHandle:
+    """A copy that has ended. It keeps the host's memory alive, and the target on the device."""
+
+    __slots__ = ()
 
     def synchronize(self) -> None:
         """Block this thread until the copy has ended.
@@ -39,6 +41,7 @@ class CopyHandle(Protocol):
 
         A collective that is started there waits for the copy, and the current stream need not.
         """
+        return contextlib.nullcontext()
 
 
 class CopyStreams:
@@ -74,20 +77,7 @@ class CopyStreams:
 
     def _copy(self, source: Tensor, target: Tensor) -> CopyHandle:
         target.copy_(source)
-        return _Completed()
-
-
-@dataclass(frozen=True, slots=True)
-class _Completed:
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def wait_stream(self) -> None:
-        """Nothing to wait for."""
-
-    def behind(self) -> AbstractContextManager[None]:
-        """The copy has ended."""
-        return contextlib.nullcontext()
+        return CopyHandle()
 
 
 class CudaCopyStreams(CopyStreams):
@@ -105,7 +95,6 @@ class CudaCopyStreams(CopyStreams):
         self._up = ops.new_stream()
 
     def d2h(self, source: Tensor, target: Tensor) -> CopyHandle:
-        """See :class:`CopyStreams`."""
         self.down_nbytes += source.nbytes
         self._down.wait_stream(self._ops.current_stream())
         with on_stream(self._down):
@@ -115,7 +104,6 @@ class CudaCopyStreams(CopyStreams):
             return self._start(self._down, source, target, (target,), check)
 
     def h2d(self, source: Tensor, target: Tensor, *, at_once: bool = False) -> CopyHandle:
-        """See :class:`CopyStreams`."""
         self.up_nbytes += source.nbytes
         if not at_once:
             self._up.wait_stream(self._ops.current_stream())
@@ -123,7 +111,6 @@ class CudaCopyStreams(CopyStreams):
             return self._start(self._up, source, target, (source, target), _nothing)
 
     def synchronize(self) -> None:
-        """See :class:`CopyStreams`."""
         for stream in (self._down, self._up):
             stream.synchronize()
 
@@ -146,7 +133,9 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Event:
+class _Event(CopyHandle):
+    """A copy in flight."""
+
     event: Any
     stream: torch.Stream
     ops: AcceleratorOps

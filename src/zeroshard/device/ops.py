@@ -20,6 +20,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -58,15 +59,16 @@ class Reached:
 _REACHED = Reached()
 
 
-class DevicePool(Protocol):
-    """Memory of a device that is apart from all other memory."""
+@dataclass(frozen=True)
+class DevicePool:
+    """Memory of a CUDA device that is apart from all other memory. ``handle``: torch's object."""
 
-    @property
-    def handle(self) -> Any:
-        """Torch's object."""
+    handle: Any
+    device: torch.device
 
     def use(self) -> contextlib.AbstractContextManager[object]:
         """A context in which the calling thread allocates from the pool."""
+        return torch.cuda.use_mem_pool(self.handle, self.device)
 
 
 class WaitGuard(Protocol):
@@ -121,11 +123,9 @@ class ArrivingValues(HostValues):
         self._check = check
 
     def is_ready(self) -> bool:
-        """See :class:`HostValues`."""
         return self._arrival.query()
 
     def read(self) -> list[float]:
-        """See :class:`HostValues`."""
         self._arrival.synchronize()
         self._check()
         return [float(number) for number in self._flat.tolist()]
@@ -159,11 +159,9 @@ class DeviceMark(Mark):
         self._event.record()
 
     def is_reached(self) -> bool:
-        """See :class:`Mark`."""
         return bool(self._event.query())
 
     def seconds_since(self, earlier: Any) -> float:
-        """See :class:`Mark`."""
         return 1e-3 * float(earlier._event.elapsed_time(self._event))
 
 

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.core.files import PAGE_NBYTES
 from zeroshard.device.accelerator import forget_error, host_registrar
 from zeroshard.device.choice import ops_of
 from zeroshard.memory.host_limits import gib, host_limits
-from zeroshard.memory.host_memory import PAGE_NBYTES, aligned_bytes, round_to_page
+from zeroshard.memory.host_memory import aligned_bytes, round_to_page
 
 logger = logging.getLogger("zeroshard")
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from zeroshard.comm.dtensors import JOIN
 from zeroshard.comm.layer_calls import announce
+from zeroshard.comm.mesh_objects import text_config
 from zeroshard.core.layout import SlotBlock
 from zeroshard.core.mesh import Mesh
-from zeroshard.core.model_config import text_config
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.experts.dispatch import TokenLink, dispatch_all, exchange_rows
 from zeroshard.experts.gate import Routes

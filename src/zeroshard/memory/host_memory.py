@@ -25,20 +25,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from zeroshard.core.files import PAGE_NBYTES, reason, turn_direct
+from zeroshard.core.files import PAGE_NBYTES, reason
 from zeroshard.errors import DiskError
-
-__all__ = [
-    "NO_FALLOCATE",
-    "PAGE_NBYTES",
-    "aligned_bytes",
-    "aligned_listeners",
-    "allocate",
-    "memory_at",
-    "open_unnamed",
-    "round_to_page",
-    "turn_direct",
-]
 
 _view: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int

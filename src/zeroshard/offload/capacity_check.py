@@ -21,7 +21,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.env import RankInfo
 from zeroshard.comm.host import host_number
 from zeroshard.config import Config
-from zeroshard.core.files import filesystem_of, free_nbytes, medium_of
+from zeroshard.core.files import PAGE_NBYTES, filesystem_of, free_nbytes, medium_of
 from zeroshard.core.ledger import Key
 from zeroshard.core.stages import STAGES
 from zeroshard.core.texts import size_text
@@ -29,7 +29,7 @@ from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.device.choice import read
 from zeroshard.errors import DiskError, HostMemoryError
 from zeroshard.memory.host_limits import HostLimits, host_limits
-from zeroshard.memory.host_memory import PAGE_NBYTES, aligned_bytes
+from zeroshard.memory.host_memory import aligned_bytes
 from zeroshard.offload.offload_plan import OffloadPlan, host_sizes
 from zeroshard.offload.swap_file import BLOCK_NBYTES, Extent, SwapFile
 

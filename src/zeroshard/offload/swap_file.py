@@ -28,19 +28,17 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from zeroshard.core.files import free_nbytes, reason
+from zeroshard.core.files import PAGE_NBYTES, free_nbytes, reason, turn_direct
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DiskError
 from zeroshard.memory.host_memory import (
-    PAGE_NBYTES,
     aligned_bytes,
     allocate,
     host_access,
     memory_at,
     open_unnamed,
     round_to_page,
-    turn_direct,
 )
 
 BLOCK_NBYTES = 8 << 20

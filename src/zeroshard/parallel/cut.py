@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from zeroshard.core.model_config import text_config
+from zeroshard.comm.mesh_objects import text_config
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.forward_trace import (
     NOT_FOLLOWED,

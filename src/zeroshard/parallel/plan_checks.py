@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from zeroshard.comm.agreement import alike_plans, mismatch_text, plans_of, post_plan
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.env import run_name
-from zeroshard.comm.store_keys import FAILED, Store, exchange, namespace, ranks_key
+from zeroshard.comm.store_keys import FAILED, Rendezvous, Store, namespace, no_check, ranks_key
 from zeroshard.core.texts import rank_ranges
 from zeroshard.errors import RankMismatch, UsageError, in_short
 from zeroshard.parallel.cut_layer import draws
@@ -175,16 +175,14 @@ def agree(
     """
     if not _has_others(mesh):
         return
-    store, me = _place(mesh), mesh.get_local_rank()
+    meeting = _meeting(mesh, check)
     fields = _shapes(model) | {f"style of {name}": style for name, style in styles.items()}
-    groups = alike_plans(store, me, mesh.size(), fields, timeout_s=_last_s(), check=check)
+    groups = alike_plans(meeting, fields)
     if len(groups) > 1:
-        raise RankMismatch(_plans_text(store, groups, _ranks(mesh)))
+        raise RankMismatch(_plans_text(meeting.store, groups, _ranks(mesh)))
     mine = _values(model)
     text = ",".join(mine.values())
-    everyone = exchange(
-        store, me, mesh.size(), text, key="values", timeout_s=_last_s(), check=check
-    )
+    everyone = meeting.exchange(text, "values")
     if len(set(everyone)) > 1:
         raise RankMismatch(_values_text(list(mine), everyone, _ranks(mesh)))
 
@@ -192,7 +190,7 @@ def agree(
 def announce_failure(mesh: DeviceMesh, error: Exception) -> None:
     """Tell the other tensor ranks that this one cannot go on, so that they do not wait."""
     if _has_others(mesh):
-        post_plan(_place(mesh), mesh.get_local_rank(), mesh.size(), {FAILED: in_short(error)})
+        post_plan(_meeting(mesh), {FAILED: in_short(error)})
 
 
 @contextlib.contextmanager
@@ -220,21 +218,13 @@ def agreed_seed(mesh: DeviceMesh, seed: int | None, check: Callable[[Sequence[in
     if not _has_others(mesh):
         return own
     text = f"{seed is None} {own}"
-    everyone = exchange(
-        _place(mesh), mesh.get_local_rank(), mesh.size(), text,
-        key="seed", timeout_s=_last_s(), check=check,
-    )  # fmt: skip
+    everyone = _meeting(mesh, check).exchange(text, "seed")
     if seed is not None and len(set(everyone)) > 1:
         raise RankMismatch(
             f"RankMismatch: tensor ranks {_ranks(mesh)} were given the seeds "
             f"{[int(one.split()[1]) for one in everyone]}. Pass the same seed on all of them."
         )
     return int(everyone[0].split()[1])
-
-
-def _last_s() -> float:
-    """Seconds until a wait ends without a diagnosis: a minute after the watchdog should have ended it."""
-    return TIMEOUT_S + 60.0
 
 
 def _has_others(mesh: DeviceMesh) -> bool:
@@ -246,10 +236,12 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
     return dist.get_process_group_ranks(mesh.get_group())
 
 
-def _place(mesh: DeviceMesh) -> Store:
-    name = run_name()
+def _meeting(mesh: DeviceMesh, check: Callable[[Sequence[int]], None] = no_check) -> Rendezvous:
+    """Of the tensor ranks. A wait ends a minute after the watchdog should have ended it."""
+    name, me = run_name(), mesh.get_local_rank()
     label = f"zs/{name.run}/{name.attempt}/tensor/{ranks_key(_ranks(mesh))}"
-    return namespace(cast("Store", default_store()), label, mesh.get_local_rank())
+    store = namespace(default_store(), label, me)
+    return Rendezvous(store, me, mesh.size(), TIMEOUT_S + 60.0, check)
 
 
 def _shapes(model: nn.Module) -> dict[str, str]:

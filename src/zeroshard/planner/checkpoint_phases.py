@@ -23,7 +23,7 @@ from zeroshard.core.tiers import Tier
 from zeroshard.engine.engine import Engine
 from zeroshard.optim.state_tree import flat
 from zeroshard.planner.allocations import Allocations
-from zeroshard.precision.loss_scaler import StaticScale
+from zeroshard.precision.loss_scaler import LossScaler
 from zeroshard.zero.optimizer_shard import OptimizerShard
 from zeroshard.zero.unit import Unit
 
@@ -51,7 +51,7 @@ def checkpoint_phases(engine: Engine, watch: Allocations) -> CheckpointNeeds:
     state = engine._training_state()
     with _disable_current_modes():  # generators have real tensors
         # The manifest has the loss scale as a number, which a tensor without values does not give.
-        needs = saver.needs(replace(state, scaler=StaticScale()))
+        needs = saver.needs(replace(state, scaler=LossScaler()))
     whole = any(shard.is_whole for shard in _shards(local))
     readers = engine.mesh.world_size if whole else 1
     edges_of_files = [edges_nbytes(nbytes) for nbytes in needs.files.values()]

@@ -8,7 +8,7 @@ for the host.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,45 +16,33 @@ from torch import Tensor
 _LARGEST = 2.0**127  # doubling it gives inf in fp32, and halving inf gives inf
 
 
-class LossScaler(Protocol):
-    """What the engine needs of a loss scale. ``scale`` is always the same tensor, updated in place."""
+class LossScaler:
+    """A constant factor (``fp16.loss_scale`` > 0), which is 1 in every mode but fp16.
 
-    @property
-    def scale(self) -> Tensor:
-        """The factor for the next backward: 0-dim, fp32, on the device."""
-
-    @property
-    def at_floor(self) -> Tensor:
-        """0-dim bool: a gradient has overflowed when the scale could not be lowered any more."""
-
-    def update(self, found_inf: Tensor) -> None:
-        """End a step. ``found_inf`` (0-dim, any dtype) is nonzero if a gradient was not finite."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON. Waits for the device."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``."""
-
-
-class StaticScale:
-    """A constant factor (``fp16.loss_scale`` > 0), which is 1 in every mode but fp16."""
+    ``scale``: the factor for the next backward, 0-dim, fp32, on the device: always the same tensor,
+    updated in place. ``at_floor``: 0-dim bool, whether a gradient has overflowed when the scale could not
+    be lowered any more.
+    """
 
     def __init__(self, value: float = 1.0, *, device: torch.device | str = "cpu") -> None:
         self.scale = torch.tensor(float(value), dtype=torch.float32, device=device)
         self.at_floor = torch.zeros((), dtype=torch.bool, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """Do nothing: an overflow skips the update and does not change the factor."""
+        """End a step. ``found_inf`` (0-dim, any dtype) is nonzero if a gradient was not finite.
+
+        An overflow skips the update and does not change a constant factor.
+        """
 
     def state_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON. Waits for the device."""
         return {"scale": self.scale.item()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: the factor is that of the configuration, not of the checkpoint."""
+        """Continue from ``state``. A constant factor is that of the configuration."""
 
 
-class DynamicScale:
+class DynamicScale(LossScaler):
     """Halves on overflow, doubles after ``window`` good steps.
 
     ``hysteresis - 1`` overflows do not halve. This allowance is restored when the scale grows or, with
@@ -73,14 +61,13 @@ class DynamicScale:
         min_scale: float = 1.0,
         device: torch.device | str = "cpu",
     ) -> None:
+        super().__init__(init, device=device)
         self._window, self._hysteresis = window, hysteresis
         self._consecutive, self._min_scale = consecutive, float(min_scale)
 
         def counter(value: int) -> Tensor:
             return torch.tensor(value, dtype=torch.int64, device=device)
 
-        self.scale = torch.tensor(float(init), dtype=torch.float32, device=device)
-        self.at_floor = torch.zeros((), dtype=torch.bool, device=device)
         self._step, self._last_overflow, self._budget = counter(0), counter(-1), counter(hysteresis)
 
     def update(self, found_inf: Tensor) -> None:
@@ -119,9 +106,9 @@ def scaler_from(config: Any, device: torch.device | str) -> LossScaler:
     """The loss scale of ``config`` for fp16 parameters or fp16 autocast; otherwise the factor 1."""
     fp16, autocast = config.fp16, config.torch_autocast
     if not fp16.enabled and not (autocast.enabled and autocast.dtype == "float16"):
-        return StaticScale(1.0, device=device)
+        return LossScaler(1.0, device=device)
     if fp16.loss_scale:
-        return StaticScale(fp16.loss_scale, device=device)
+        return LossScaler(fp16.loss_scale, device=device)
     return DynamicScale(
         2.0**fp16.initial_scale_power,
         window=fp16.loss_scale_window,

@@ -55,21 +55,6 @@ STACKS = "process.stack"
 """The file beside recordings with the stacks of their process."""
 
 
-class Writer(NamedTuple):
-    """The process that writes or wrote a recording. ``space``: its :func:`pid_space`."""
-
-    pid: int
-    space: int
-
-
-def read_writer(raw: bytes) -> Writer | None:
-    """The writer of a recording; None if these bytes are no recording, or one of another version."""
-    if len(raw) < HEADER.size:
-        return None
-    magic, version, pid, *_, space = HEADER.unpack_from(raw)
-    return Writer(pid, space) if (magic, version) == (MAGIC, VERSION) else None
-
-
 def pid_space() -> int:
     """The namespace of process numbers that this process is in; 0 where there is none.
 
@@ -97,10 +82,7 @@ def remove_if_ended(folder: Path, has_ended: Callable[[int], bool]) -> None:
     if not all(map(_is_own_file, files)):
         return
     writers = [_writer(file) for file in files if file.name != STACKS]
-    if writers and all(
-        writer is not None and writer.space == pid_space() and has_ended(writer.pid)
-        for writer in writers
-    ):
+    if writers and all(pid and has_ended(pid) for pid in writers):
         for file in files:
             file.unlink(missing_ok=True)
         folder.rmdir()
@@ -111,9 +93,14 @@ def _is_own_file(path: Path) -> bool:
     return stat.S_ISREG(about.st_mode) and is_mine(about)
 
 
-def _writer(file: Path) -> Writer | None:
+def _writer(file: Path) -> int:
+    """The process that writes or wrote a recording; 0: not one, of another version, or of elsewhere."""
     with file.open("rb") as opened:
-        return read_writer(opened.read(HEADER.size))
+        raw = opened.read(HEADER.size)
+    if len(raw) < HEADER.size:
+        return 0
+    magic, version, pid, *_, space = HEADER.unpack(raw)
+    return pid if (magic, version, space) == (MAGIC, VERSION, pid_space()) else 0
 
 
 MASK_64 = (1 << 64) - 1

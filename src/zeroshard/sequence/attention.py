@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.comm.layer_calls import announce, is_real_cpu, ranks_of
-from zeroshard.core.model_config import text_config
+from zeroshard.comm.mesh_objects import text_config
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.sequence.all_to_all import (
     all_to_all,

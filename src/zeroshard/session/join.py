@@ -41,8 +41,8 @@ from zeroshard.comm.env import (
     run_name,
 )
 from zeroshard.comm.host import hung_up, open_sockets, sibling_ranks
+from zeroshard.comm.store_keys import Rendezvous
 from zeroshard.comm.store_keys import Store as AgreeStore
-from zeroshard.comm.store_keys import arrive, outcome
 from zeroshard.errors import LaunchError, RankLate, RankLost
 from zeroshard.memory.host_limits import is_stopped
 from zeroshard.run.address import check_address, interface_socket, listening_socket
@@ -265,10 +265,9 @@ def await_all(store: AgreeStore, rank: int, world_size: int, *, timeout_s: float
     """
     waiting = Waiting(rank, range(world_size), timeout_s)
     try:
-        if arrive(store, rank, world_size, "", lambda _: "", key="joined") is None:
-            outcome(
-                store, rank, world_size, key="joined", timeout_s=timeout_s + 60, check=waiting.look
-            )
+        meeting = Rendezvous(store, rank, world_size, timeout_s + 60, waiting.look)
+        if meeting.arrive("", lambda _: "", "joined") is None:
+            meeting.outcome("joined")
     except RankLate as error:  # later ranks must fail too: these ranks have gone
         store.set("gave up", json.dumps([str(error), error.ranks, error.did]))
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from zeroshard.comm.connect import DeviceUse, check_devices, default_store, devi
 from zeroshard.comm.env import run_name
 from zeroshard.comm.host import Process, this_process
 from zeroshard.comm.recorder import Recorder
-from zeroshard.comm.store_keys import FAILED, Store, look, numbered_namespace, ranks_key
+from zeroshard.comm.store_keys import FAILED, Rendezvous, Store, look, numbered_namespace, ranks_key
 from zeroshard.config.sections import TrustConfig
 from zeroshard.core.mesh import DIMS, Mesh
 from zeroshard.core.texts import rank_ranges
@@ -121,10 +122,9 @@ def set_up_together(
     with crew.watched():
         try:
             crew.check()
-            agree_plan(
-                crew.namespace, crew.me, len(crew.ranks), {"call": call, **plan},
-                timeout_s=settings.limit_s("setup"), check=crew.check,
-            )  # fmt: skip
+            limit_s = settings.limit_s("setup")
+            meeting = Rendezvous(crew.namespace, crew.me, len(crew.ranks), limit_s, crew.check)
+            agree_plan(meeting, {"call": call, **plan})
         except DistributedError as error:
             error.on_all_ranks = True
             if crew.watchdog is not None:
@@ -152,7 +152,7 @@ def _agree(
     for each would be gigabytes for a few thousand ranks.
     """
     here, size, namespace = this_process(), len(crew.ranks), crew.namespace
-    card = json.dumps([here.to_json(), str(crew.recording or ""), own_device])
+    card = json.dumps([asdict(here), str(crew.recording or ""), own_device])
 
     def sum_up(cards: list[str]) -> str:
         summary, near = _summary(crew.ranks, cards)
@@ -165,11 +165,8 @@ def _agree(
         "version of zeroshard": __version__,
         "version of torch": torch.__version__.partition("+")[0],
     }
-    told = agree_plan(
-        namespace, crew.me, size, {**shared, **plan},
-        card=card, sum_up=sum_up, details=details, timeout_s=crew.settings.limit_s("setup"),
-        check=crew.check,
-    )  # fmt: skip
+    meeting = Rendezvous(namespace, crew.me, size, crew.settings.limit_s("setup"), crew.check)
+    told = agree_plan(meeting, {**shared, **plan}, card=card, sum_up=sum_up, details=details)
     refused, _, runs = told.partition(_END_OF_ERROR)
     if refused:
         raise LaunchError(refused)
@@ -378,13 +375,13 @@ def decline(reason: str, group: dist.ProcessGroup | None = None) -> None:
     if not _several(group):
         return
     me, ranks = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
-    post_plan(_store_namespace(ranks, me)[1], me, len(ranks), {FAILED: reason})
+    post_plan(Rendezvous(_store_namespace(ranks, me)[1], me, len(ranks)), {FAILED: reason})
 
 
 def _store_namespace(ranks: Sequence[int], me: int) -> tuple[int, Store]:
     """How many sessions these ranks opened before in this attempt, and the key space of the next one."""
     label = f"{_run_space()}/watch/{ranks_key(ranks)}"
-    return numbered_namespace(cast("Store", default_store()), label, me)
+    return numbered_namespace(default_store(), label, me)
 
 
 def _run_space() -> str:

@@ -56,7 +56,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -461,7 +461,7 @@ class Watchdog:
         followed = self._followed()
         return {
             **self._own_answer("", newest_of(followed)),
-            "process": self._here.to_json(),
+            "process": asdict(self._here),
             "main": stack_of(self._main) if self._settings.stacks else "",
             "stacks": stacks(None) if asked["threads"] and self._settings.stacks else "",
         }
