@@ -241,11 +241,7 @@ def _scaled(routes: Routes) -> Routes:
 
 
 def check_whole(name: str, value: object, *, at_least: int) -> int:
-    """Check an argument of ``MoE`` that counts something.
-
-    Raises:
-        UsageError: it is no whole number, or too small.
-    """
+    """Check an argument of ``MoE`` that counts something."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
         raise UsageError(
             f"MoE: {name} is {value!r}, but must be a whole number of at least {at_least}."

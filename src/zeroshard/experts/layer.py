@@ -299,11 +299,7 @@ class MoE(nn.Module):
 
 
 def check_sizes(num_experts: int, ep_size: int) -> None:
-    """Check that ``ep_size`` ranks can share ``num_experts``.
-
-    Raises:
-        UsageError: they cannot.
-    """
+    """Check that ``ep_size`` ranks can share ``num_experts``."""
     for name, value in (("num_experts", num_experts), ("ep_size", ep_size)):
         check_whole(name, value, at_least=1)
     if num_experts % ep_size:

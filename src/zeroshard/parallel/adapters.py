@@ -63,11 +63,7 @@ def with_adapters(
 
 
 def check_no_adapters(model: nn.Module) -> None:
-    """Check that a model whose plan is guessed has no adapters.
-
-    Raises:
-        UnsupportedError: it has; with the name of a layer.
-    """
+    """Check that a model whose plan is guessed has no adapters."""
     for name, module in model.named_modules():
         if _is_wrapped(module):
             raise UnsupportedError(
@@ -81,9 +77,6 @@ def check_made_before_the_cut(model: nn.Module) -> None:
     """Check that no adapters were made for a tensor rank's part of a layer.
 
     Such adapters are others on each rank, and nothing adds up what they compute.
-
-    Raises:
-        UsageError: there are some; with the name of their layer.
     """
     for name, module in model.named_modules():
         base = getattr(module, "base_layer", None)

@@ -7,7 +7,8 @@ number of heads from an attribute must see the number of this rank, so those att
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -107,30 +108,41 @@ def head_counts(
     found: list[HeadCount] = []
     for parent, layers in _owners(model, colwise):
         module = model.get_submodule(parent)
-        counts = _counts(module)
         fused = {
             leaf: sizes for leaf in layers if (sizes := colwise[f"{parent}.{leaf}".lstrip(".")])
         }
-        found += _split_sizes(parent, module, fused, size)
+        joined = {rows for sizes in fused.values() for rows in sizes}
+        found += _divided(parent, module, SPLIT_SIZES, size, joined)
         head = head_size(module, layers, fused)
         if head is None:
             continue
-        for leaf, layer in layers.items():
-            name = f"{parent}.{leaf}".lstrip(".")
-            if name in copies:
-                continue
-            if leaf in fused and "gate" not in leaf:
-                _check_fused(name, fused[leaf], head, size)
-            else:
-                _check_layer(name, leaf, layer, head, size)
-        shared = max((copies.get(f"{parent}.{leaf}".lstrip("."), 1) for leaf in layers), default=1)
-        for name, count in counts.items():
-            parts = size // shared if name in KEY_VALUE_COUNTS else size
-            if not _is_own_already(parent, name, count, layers, head, parts):
-                found.append(HeadCount(parent, name, count, count // parts))
-        found += _groups(parent, module, shared)
-        found += _widths(parent, module, counts, head, size)
+        names = {leaf: f"{parent}.{leaf}".lstrip(".") for leaf in layers}
+        whole = {leaf: name for leaf, name in names.items() if name not in copies}
+        _check_even(whole, layers, fused, head, size)
+        shared = max(copies.get(name, 1) for name in names.values())
+        found += _attributes(parent, module, layers, head, size, shared)
     return found
+
+
+def _attributes(
+    parent: str,
+    module: nn.Module,
+    layers: Mapping[str, nn.Module],
+    head: int,
+    size: int,
+    shared: int,
+) -> Iterator[HeadCount]:
+    """Those of a module with heads of ``head`` rows. ``shared``: ranks that share a key/value head."""
+    counts = _counts(module)
+    for name, count in counts.items():
+        parts = size // shared if name in KEY_VALUE_COUNTS else size
+        if not _is_own_already(parent, name, count, layers, head, parts):
+            yield HeadCount(parent, name, count, count // parts)
+    if shared > 1:  # each of these ranks has a part of the heads of q that read it
+        yield from _divided(parent, module, GROUPS, shared, range(2, sys.maxsize))
+    # A module that writes the width of its heads into a shape must see that of this rank's heads.
+    wholes = {counts[name] * head for name in QUERY_COUNTS if name in counts}
+    yield from _divided(parent, module, WIDTHS, size, wholes)
 
 
 def _counts(module: nn.Module) -> dict[str, int]:
@@ -142,23 +154,14 @@ def _counts(module: nn.Module) -> dict[str, int]:
     }
 
 
-def _groups(parent: str, module: nn.Module, shared: int) -> Iterator[HeadCount]:
-    """Ranks that share a key/value head have a part of the heads of q that read it."""
-    for name in GROUPS if shared > 1 else ():
-        count = getattr(module, name, None)
-        if type(count) is int and count > 1:
-            yield HeadCount(parent, name, count, count // shared)
-
-
-def _widths(
-    parent: str, module: nn.Module, counts: Mapping[str, int], head_size: int, size: int
+def _divided(
+    parent: str, module: nn.Module, names: Iterable[str], parts: int, counts: Container[int]
 ) -> Iterator[HeadCount]:
-    """A module that writes the width of its heads into a shape must see that of this rank's heads."""
-    wholes = {counts[name] * head_size for name in QUERY_COUNTS if name in counts}
-    for name in WIDTHS:
-        width = getattr(module, name, None)
-        if type(width) is int and width in wholes:
-            yield HeadCount(parent, name, width, width // size)
+    """The attributes of these names that are one of ``counts``, for each of ``parts`` ranks."""
+    for name in names:
+        count = getattr(module, name, None)
+        if type(count) is int and count in counts:
+            yield HeadCount(parent, name, count, count // parts)
 
 
 def key_value_copies(model: nn.Module, colwise: Iterable[str], size: int) -> dict[str, int]:
@@ -185,15 +188,6 @@ def key_value_copies(model: nn.Module, colwise: Iterable[str], size: int) -> dic
             if heads < size:
                 found[name] = size // heads
     return found
-
-
-def _split_sizes(
-    parent: str, module: nn.Module, fused: Mapping[str, Sequence[int]], size: int
-) -> Iterator[HeadCount]:
-    for name in SPLIT_SIZES:
-        count = getattr(module, name, None)
-        if type(count) is int and any(count in sizes for sizes in fused.values()):
-            yield HeadCount(parent, name, count, count // size)
 
 
 def _owners(model: nn.Module, colwise: Iterable[str]) -> Iterator[tuple[str, dict[str, nn.Module]]]:
@@ -233,29 +227,36 @@ def _named_head_size(module: nn.Module) -> int:
     return next((size for size in sizes if type(size) is int and size > 0), 0)
 
 
-def _check_fused(name: str, sizes: Sequence[int], head_size: int, size: int) -> None:
-    """Check that each rank gets whole heads of each matrix that a fused projection joins."""
-    for rows in sizes:
-        if rows % head_size == 0 and rows // head_size % size:
+def _check_even(
+    names: Mapping[str, str],
+    layers: Mapping[str, nn.Module],
+    fused: Mapping[str, Sequence[int]],
+    head: int,
+    size: int,
+) -> None:
+    """Check that each rank gets whole heads of layers, and of each matrix that a fused one joins."""
+    for leaf, name in names.items():
+        if leaf in fused and "gate" not in leaf:
+            _check_fused(name, fused[leaf], head, size)
+            continue
+        _, rows = features(layers[leaf])
+        heads, rest = divmod(rows, head)
+        if not rest and heads % size and (QUERY.search(leaf) or KEY_VALUE.search(leaf)):
             raise UsageError(
-                f"{name!r} joins matrices of {[one // head_size for one in sizes]} heads of {head_size} "
-                f"rows, and {size} tensor ranks cannot share {rows // head_size} heads evenly. A head "
-                "must stay on one rank. Use a number of tensor ranks that divides all of them."
+                f"{name!r} has {heads} heads of {head} rows, which {size} tensor ranks cannot share "
+                "evenly. A head must stay on one rank. Use a number of tensor ranks that divides the "
+                "number of heads."
             )
 
 
-def _check_layer(name: str, leaf: str, layer: nn.Module, head_size: int, size: int) -> None:
-    _, rows = features(layer)
-    if rows % head_size or not (QUERY.search(leaf) or KEY_VALUE.search(leaf)):
-        return
-    heads = rows // head_size
-    if heads % size == 0:
-        return
-    raise UsageError(
-        f"{name!r} has {heads} heads of {head_size} rows, which {size} tensor ranks cannot share "
-        "evenly. A head must stay on one rank. Use a number of tensor ranks that divides the number "
-        "of heads."
-    )
+def _check_fused(name: str, sizes: Sequence[int], head: int, size: int) -> None:
+    for rows in sizes:
+        if rows % head == 0 and rows // head % size:
+            raise UsageError(
+                f"{name!r} joins matrices of {[one // head for one in sizes]} heads of {head} "
+                f"rows, and {size} tensor ranks cannot share {rows // head} heads evenly. A head "
+                "must stay on one rank. Use a number of tensor ranks that divides all of them."
+            )
 
 
 def _is_own_already(

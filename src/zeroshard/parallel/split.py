@@ -371,11 +371,7 @@ def check_choice(key: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_traffic(call: str, gather: str, reduce: str, auto_limit_nbytes: int | None) -> None:
-    """Check how often ``call`` is to gather and reduce.
-
-    Raises:
-        UsageError: there is no such choice, or the limit is no number of bytes, or has no use.
-    """
+    """Check how often ``call`` is to gather and reduce."""
     check_choice(f"{call}(gather", gather, (*GATHER, AUTO))
     check_choice(f"{call}(reduce", reduce, (*REDUCE, AUTO))
     if auto_limit_nbytes is None:

@@ -56,11 +56,7 @@ def note_uncut(module: nn.Module, *, by_sequence: bool, counts: Mapping[str, int
 
 
 def check_can_copy(model: nn.Module) -> None:
-    """Check that every cut layer of a model was cut by ZeroShard, and none over the sequence.
-
-    Raises:
-        UnsupportedError: one was not, so that nothing is known of what it was before.
-    """
+    """Check that every cut layer of a model was cut by ZeroShard, and none over the sequence."""
     note_kinds(model.parameters())
     for name, module in model.named_modules():
         note = module.__dict__.get(_NOTE)

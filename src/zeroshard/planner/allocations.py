@@ -207,7 +207,6 @@ class Allocations(TorchDispatchMode):
         self.phase = "init"
         self.moments: dict[str, Moment] = {}
         self.activations_nbytes = 0
-        self.peak_nbytes = 0
         self.together: dict[str, int] = {}  # by phase: the most of device and host memory
 
     @classmethod
@@ -261,7 +260,7 @@ class Allocations(TorchDispatchMode):
     def measure(self, ledger: Ledger, places: Places) -> None:
         """Measure the peaks of the phases of one step from now on."""
         self._ledger, self._places = ledger, places
-        self.activations_nbytes = self.peak_nbytes = 0
+        self.activations_nbytes = 0
         self.moments = {name: at for name, at in self.moments.items() if name == "init"}
         self.together = {name: n for name, n in self.together.items() if name == "init"}
 
@@ -302,11 +301,8 @@ class Allocations(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._refs[key] = weakref.ref(storage, lambda _: self._forget(key))
-        self._begin(key, tensor, storage.nbytes(), op)
-
-    def _begin(self, key: int, tensor: Tensor, nbytes: int, op: str) -> None:
         place = self.here()
-        self._add(key, tensor, nbytes, op, place)
+        self._add(key, tensor, storage.nbytes(), op, place)
         self._look(op, place)
 
     def here(self) -> Place:
@@ -376,7 +372,6 @@ class Allocations(TorchDispatchMode):
                 others += windows.lent_nbytes
         device = others + on_device + transport
         self.activations_nbytes = max(self.activations_nbytes, others)
-        self.peak_nbytes = max(self.peak_nbytes, device)
         together = device + known - on_device
         self.together[self.phase] = max(self.together.get(self.phase, 0), together)
         last = self.moments.get(self.phase)

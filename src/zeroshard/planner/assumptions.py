@@ -134,11 +134,7 @@ def stands_for_all(mesh: Mesh) -> str:
 
 
 def check_tokens(length: int | None, mesh: Mesh) -> None:
-    """Check that sequence ranks can divide a sample of ``length`` tokens; None: not given.
-
-    Raises:
-        UsageError: they cannot.
-    """
+    """Check that sequence ranks can divide a sample of ``length`` tokens; None: not given."""
     if length is not None and length % mesh.sequence:
         raise UsageError(
             f"a sample has {length} tokens, which {mesh.sequence} sequence ranks cannot divide. Give a "

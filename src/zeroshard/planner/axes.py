@@ -86,9 +86,6 @@ def sizes_of(
     Of meshes that are equal in both, those in which fewer ranks share experts come first.
 
     ``axes``: as :func:`read_axes` gives them. ``ranks_per_node``: instead of those of the machine.
-
-    Raises:
-        UsageError: a size does not divide the ranks of the run or of a node.
     """
     every: list[Sequence[int | None]] = [
         axis_sizes(axis, axes[axis], ranks=ranks, machine=machine, ranks_per_node=ranks_per_node)
@@ -159,11 +156,7 @@ def _listed(sizes: Sequence[int]) -> str:
 
 
 def check_axes_are_free(base: Mapping[str, Any], axes: Mapping[str, Sequence[int]]) -> None:
-    """Check that nothing in a configuration fixes what follows from the axes.
-
-    Raises:
-        UsageError: a key does.
-    """
+    """Check that nothing in a configuration fixes what follows from the axes."""
     parallel = base.get("parallel") or {}
     tensor = base.get("tensor_parallel") or {}
     fixed = [key for key in ("data_shard",) if parallel.get(key) not in (None, "auto")]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -223,17 +224,15 @@ def _proposed(plan: Plan, simulated: Simulated) -> Iterator[tuple[Remedy, Plan]]
 
 def _largest(sizes: Sequence[Remedy], simulated: Simulated) -> Iterator[tuple[Remedy, Plan]]:
     """The largest micro-batch that fits, by bisection. ``sizes``: from the largest to the smallest."""
-    low, high = 0, len(sizes)
-    best: tuple[Remedy, Plan] | None = None
-    while low < high:
-        at = (low + high) // 2
-        after = simulated(sizes[at].line, few=True)
-        if after is not None and after.fits:
-            best, high = (sizes[at], after), at
-        else:
-            low = at + 1
-    if best is not None:
-        yield best
+    plans: dict[str, Plan | None] = {}
+
+    def fits(own: Remedy) -> bool:
+        after = plans[own.line] = simulated(own.line, few=True)
+        return after is not None and after.fits is True
+
+    at = bisect_left(sizes, True, key=fits)
+    if at < len(sizes) and (found := plans[sizes[at].line]) is not None:
+        yield sizes[at], found
 
 
 def _states_alone_are_too_large(plan: Plan, run: Run, proposed: Remedy) -> bool:

@@ -341,9 +341,6 @@ def target_of(machine: MachineFile | None, asked: Target | None) -> Target:
     """The kind of device that is planned for: that of the machine, or the one that was asked for.
 
     A machine with streams is a GPU, a serial one is a CPU. Without both it is the CPU.
-
-    Raises:
-        UsageError: the machine is of another kind than the one asked for.
     """
     if machine is None:
         return asked or "cpu"
@@ -359,11 +356,7 @@ def target_of(machine: MachineFile | None, asked: Target | None) -> Target:
 def with_node_size(
     machine: MachineFile | None, ranks: int, ranks_per_node: int | None
 ) -> MachineFile | None:
-    """A machine with so many devices in a node; None stays as it is.
-
-    Raises:
-        UsageError: the ranks do not fill nodes of this size.
-    """
+    """A machine with so many devices in a node; None stays as it is."""
     if ranks_per_node is None:
         return machine
     if ranks > ranks_per_node and ranks % ranks_per_node:
@@ -421,11 +414,7 @@ def _left_auto(given: Mapping[str, Any]) -> dict[str, float]:
 
 
 def limit_of(memory_gib: float) -> int:
-    """Bytes of device memory.
-
-    Raises:
-        UsageError: it is no size of memory.
-    """
+    """Bytes of device memory."""
     if not 0 < memory_gib < math.inf:  # also NaN
         raise UsageError(
             f"--memory is {memory_gib:g} GiB, which is not a size of memory. Give the GiB of one device."

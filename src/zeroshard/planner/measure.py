@@ -63,11 +63,7 @@ def _ticks() -> list[int]:
 
 
 def check_quiet(load: Load) -> None:
-    """Check that the machine does nothing else.
-
-    Raises:
-        UsageError: it does; with the numbers.
-    """
+    """Check that the machine does nothing else."""
     found = []
     if load.busy_cores > BUSY_CORES:
         found.append(f"other programs use {load.busy_cores:.1f} of {load.cores} cores")

@@ -290,11 +290,7 @@ def _first(made: Any) -> Any:
 
 
 def refuse_own_batch(option: str, source: ModelSource) -> None:
-    """Refuse an option that tries batches of several sizes.
-
-    Raises:
-        UsageError: the batch comes with the model.
-    """
+    """Refuse an option that tries batches of several sizes."""
     if source.own_batch:
         raise UsageError(
             f"{option} cannot change the batch of {source.name}, which returns one. Let the function "
@@ -327,11 +323,7 @@ def _in_its_form(
 
 
 def cut_evenly(model: nn.Module, stages: int) -> nn.Module:
-    """The model as a pipeline whose stages have equal numbers of blocks, unless it is one already.
-
-    Raises:
-        UsageError: it does not have one list of so many blocks.
-    """
+    """The model as a pipeline whose stages have equal numbers of blocks, unless it is one already."""
     if isinstance(model, PipelineModel):
         return model
     return pipeline(model, split=even_split(model, stages))
@@ -360,11 +352,7 @@ def _sharded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def loss_of(output: Any, labels: Any) -> Tensor:
-    """The loss: ``output.loss``, ``output["loss"]``, or the output if it is one number.
-
-    Raises:
-        UsageError: the output has no loss.
-    """
+    """The loss: ``output.loss``, ``output["loss"]``, or the output if it is one number."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if isinstance(found, Tensor) and found.numel() == 1:
         return found

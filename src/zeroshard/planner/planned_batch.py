@@ -56,11 +56,7 @@ def shared_size(batch: tuple[Any, Any], dim: int) -> int | None:
 
 
 def refuse_options(model: str, micro_batch: int | None, length: int | None) -> None:
-    """Refuse what a batch that comes with the model does not allow to choose.
-
-    Raises:
-        UsageError: an option is given.
-    """
+    """Refuse what a batch that comes with the model does not allow to choose."""
     for option, value in (("--batch", micro_batch), ("--seq", length)):
         if value is not None:
             raise UsageError(
@@ -75,9 +71,6 @@ def check_rows(model: str, batch: tuple[Any, Any], size: int) -> None:
 
     Samples are in the first dimension of all tensors, or in the second one. Where neither is shared,
     nothing is known.
-
-    Raises:
-        UsageError: they differ.
     """
     rows = shared_size(batch, 0)
     if rows in (None, size) or shared_size(batch, 1) == size:
@@ -103,9 +96,6 @@ def token_batch(
 
     ``build``, ``config``, ``tables``: see :func:`most_positions`. ``sequence`` ranks share a sample; the
     batch has the tokens of one of them.
-
-    Raises:
-        UsageError: the model has no positions for a sample of ``length`` tokens.
     """
     positions = most_positions(build, config, length or LENGTH, tables)
     if positions is not None and length is not None:

@@ -360,7 +360,6 @@ class _Trained:
             sum(unit.layout.params_numel for unit in engine.runtime.units),
             tuple(row for row in engine.memory_report().rows if row.category not in OUTSIDE),
             watch.activations_nbytes,
-            watch.peak_nbytes,
             tuple(_traffic(engine, log.calls)),
             tuple(log.calls.messages),
             bubble,

@@ -42,23 +42,22 @@ class Simulation:
     ``params_numel``: parameters that this rank works with, of which stage 3 keeps a shard between uses.
     ``memory``: rows as :meth:`zeroshard.Engine.memory_report` gives them: planned and counted bytes per
     category and tier. ``activations_nbytes``: the most bytes that all else held during the last step:
-    activations, temporaries of operations, gradients before they are in a buffer. ``peak_nbytes``: the
-    most bytes of everything on the device at one time. ``traffic`` and ``messages`` are of the last
-    step. ``bubble``: the part of a step in which ranks of the pipeline wait, if stages take equally
-    long, a backward twice as long as a forward, and messages no time. ``in_flight``: the most
-    micro-batches that this rank keeps activations of, counted once per pipeline stage. ``moments``: of
-    each phase, the moment at which the device holds the most; "init" is everything before the first
-    step. ``largest``: the largest storages at the highest of these moments of the last step. ``units``:
-    their names. ``events``: what the rank held in the last step, and what it did if that was asked for,
-    in order. ``updated``: what its update reads and writes. ``communicators``: that this rank would
-    open on NCCL, besides the program's own. ``file_nbytes``: what its swap files reserve. ``swapped``:
-    bytes that the step reads from them and writes. ``together``: of each phase, the most bytes of
-    device and host memory at one time; they are one memory on CPU ranks. ``run``: what a failed
-    allocation would know of it. ``kept``: names of the units that stage 3 has not freed after a
-    forward, so that their backward does not gather them again. ``starts``: of each micro-batch, how
-    many events come before it. ``histories``: the collectives of the last step over each group, in
-    order, as hashes. ``checkpoint``: what saving and loading need, if that was asked for; then there
-    are moments "save" and "load" too. ``experts``: those that ranks share.
+    activations, temporaries of operations, gradients before they are in a buffer. ``traffic``
+    and ``messages`` are of the last step. ``bubble``: the part of a step in which ranks of the pipeline
+    wait, if stages take equally long, a backward twice as long as a forward, and messages no time.
+    ``in_flight``: the most micro-batches that this rank keeps activations of, counted once per pipeline
+    stage. ``moments``: of each phase, the moment at which the device holds the most; "init" is
+    everything before the first step. ``largest``: the largest storages at the highest of these moments of
+    the last step. ``units``: their names. ``events``: what the rank held in the last step, and what it
+    did if that was asked for, in order. ``updated``: what its update reads and writes. ``communicators``:
+    that this rank would open on NCCL, besides the program's own. ``file_nbytes``: what its swap files
+    reserve. ``swapped``: bytes that the step reads from them and writes. ``together``: of each phase, the
+    most bytes of device and host memory at one time; they are one memory on CPU ranks. ``run``: what a
+    failed allocation would know of it. ``kept``: names of the units that stage 3 has not freed after a
+    forward, so that their backward does not gather them again. ``starts``: of each micro-batch, how many
+    events come before it. ``histories``: the collectives of the last step over each group, in order, as
+    hashes. ``checkpoint``: what saving and loading need, if that was asked for; then there are moments
+    "save" and "load" too. ``experts``: those that ranks share.
     """
 
     mesh: Mesh
@@ -66,7 +65,6 @@ class Simulation:
     params_numel: int
     memory: tuple[MemoryRow, ...]
     activations_nbytes: int
-    peak_nbytes: int
     traffic: tuple[Traffic, ...]
     messages: tuple[Message, ...]
     bubble: float
@@ -86,6 +84,11 @@ class Simulation:
     kept: tuple[str, ...] = ()
     histories: Histories = field(default_factory=dict)
     experts: tuple[SharedLayers, ...] = ()
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes of everything on the device at one time of the last step."""
+        return highest(self.moments)[1].device_nbytes
 
     def nbytes(self, category: str, tier: str = "device") -> int:
         """Counted bytes of a category. Those of gradients and temporaries are peaks."""
@@ -107,11 +110,7 @@ def highest(moments: Mapping[str, Moment]) -> tuple[str, Moment]:
 
 
 def check_order(of_ranks: Sequence[Simulation]) -> None:
-    """Check that simulated ranks call the same collectives over the groups that they share.
-
-    Raises:
-        UsageError: they do not.
-    """
+    """Check that simulated ranks call the same collectives over the groups that they share."""
     wrong = diverged({found.rank: found.histories for found in of_ranks})
     if wrong:
         raise UsageError(

@@ -189,11 +189,7 @@ def stage_seconds(
     micro_batches: int,
     grown: Sequence[Grown | None],
 ) -> float:
-    """``stage_times(...)[0].total_s``, for a search that asks often. ``grown``: of each stage.
-
-    Raises:
-        UsageError: the machine file lacks a number that the step needs.
-    """
+    """``stage_times(...)[0].total_s``, for a search that asks often. ``grown``: of each stage."""
     values = Values(machine)
     prices = [
         Prices(values, found.mesh.world_size, own) for found, own in zip(stages, grown, strict=True)

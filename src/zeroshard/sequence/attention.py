@@ -266,9 +266,6 @@ def check_attention(model: nn.Module, size: int) -> None:
     """Check that a model of Transformers attends over ``size`` sequence ranks, before it trains on them.
 
     Of other models nothing is known, nor of those that have a ``DistributedAttention``.
-
-    Raises:
-        UsageError: its attention is not registered, or over another number of ranks.
     """
     hub = sys.modules.get("transformers.modeling_utils")
     name = getattr(text_config(getattr(model, "config", None)), "_attn_implementation", None)
