@@ -26,6 +26,7 @@ from zeroshard.comm.planned import (
 from zeroshard.comm.simulation import diverged, lone_rank
 from zeroshard.errors import UsageError
 from zeroshard.offload.swap_file import BOUNCE_NBYTES, THREADS
+from zeroshard.planner.allocations import Allocations
 from zeroshard.planner.make_plan import make_plan
 from zeroshard.planner.simulated import highest
 from zeroshard.planner.step_log import StepLog
@@ -178,7 +179,7 @@ def test_planned_ranks_that_call_different_collectives_are_found(calls, diverge)
     for rank, own in enumerate([(("a", 8, "float32"), ("b", 8, "float32")), calls]):
         with lone_rank(rank, 2), FakeTensorMode():
             comm, log = make_comm(transport="shm"), StepLog()
-            log.begin_order([comm])
+            log.begin([comm], Allocations(log.note))
             for name, numel, dtype in own:
                 full_N = torch.empty(numel, dtype=getattr(torch, dtype))
                 comm.all_gather(full_N, full_N[: numel // 2], name=name).wait()

@@ -114,7 +114,11 @@ def share_stacks(
     place = mesh.expert_place(rank, size)
     for name, module in planned_stacks(model).items():
         if isinstance(module, SharedStack):  # by an engine before
-            _check_same(name, module, size)
+            if module.ep_size != size:
+                raise UsageError(
+                    f"{name} has the part of experts that one of {module.ep_size} ranks gets, and now "
+                    f"{size} ranks shall share them. Build the model again."
+                )
             continue
         experts = int(module.num_experts)  # type: ignore[arg-type]
         if experts % size:
@@ -165,14 +169,6 @@ def planned_stacks(model: nn.Module) -> dict[str, nn.Module]:
         if any(pattern.fullmatch(name) for pattern in patterns)
         and isinstance(getattr(module, "num_experts", None), int)
     }
-
-
-def _check_same(name: str, module: SharedStack, size: int) -> None:
-    if module.ep_size != size:
-        raise UsageError(
-            f"{name} has the part of experts that one of {module.ep_size} ranks gets, and now {size} "
-            "ranks shall share them. Build the model again."
-        )
 
 
 def _check_memory(name: str, module: nn.Module, experts: int) -> None:

@@ -241,9 +241,9 @@ class CutLayer(ParallelStyle):
             "rowwise": (self._cut_in, self._added_out),
             "rowwise_split": (self._split_in, self._added_out),
             "vocab": (self._checked_ids, self._added_out),
-            "head_bias": (self._ids_inside, self._inside_out),
-            "head_norm": (self._heads_in, self._local_out),
-            "sequence": (self._sequence_in, self._sequence_out),
+            "head_bias": (self._ids_inside, lambda _, y, __: y),
+            "head_norm": (self._heads_in, lambda _, y, __: y.to_local()),
+            "sequence": (self._sequence_in, lambda _, y, __: moved(y, Replicate())),
             "replicate": (self._stream_in, self._stream_out),
         }[self.row.name]
 
@@ -289,10 +289,6 @@ class CutLayer(ParallelStyle):
         begin, end = part(whole.shape[-1], mesh.size(), mesh.get_local_rank())
         return whole[..., begin:end]
 
-    def _ids_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
-        ids = self._checked_ids(module, inputs, mesh)
-        return DTensor.from_local(ids, mesh, [Replicate()], run_check=False)
-
     def _checked_ids(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
         self._end_region()
         return self._ids_inside(module, inputs, mesh)
@@ -312,8 +308,10 @@ class CutLayer(ParallelStyle):
         return ids
 
     def _stream_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
-        embeds = isinstance(module, nn.Embedding)
-        return (self._ids_in if embeds else self._sequence_in)(module, inputs, mesh)
+        if not isinstance(module, nn.Embedding):
+            return self._sequence_in(module, inputs, mesh)
+        ids = self._checked_ids(module, inputs, mesh)
+        return DTensor.from_local(ids, mesh, [Replicate()], run_check=False)
 
     def _heads_in(self, _module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
         x = self._first(inputs)
@@ -367,15 +365,6 @@ class CutLayer(ParallelStyle):
     def _stream_out(self, _module: nn.Module, y: DTensor, mesh: DeviceMesh) -> Tensor:
         self._check_sequence(y.shape, y.ndim - 2, mesh)  # a table of positions gives [T, features]
         return moved(y, Shard(y.ndim - 2)).to_local()
-
-    def _inside_out(self, _module: nn.Module, y: Tensor, _mesh: DeviceMesh) -> Tensor:
-        return y
-
-    def _local_out(self, _module: nn.Module, y: DTensor, _mesh: DeviceMesh) -> Tensor:
-        return y.to_local()
-
-    def _sequence_out(self, _module: nn.Module, y: DTensor, _mesh: DeviceMesh) -> DTensor:
-        return moved(y, Replicate())
 
     # ------------------------------------------------------------------ checks
 

@@ -179,7 +179,9 @@ def agree(
     fields = _shapes(model) | {f"style of {name}": style for name, style in styles.items()}
     groups = alike_plans(meeting, fields)
     if len(groups) > 1:
-        raise RankMismatch(_plans_text(meeting.store, groups, _ranks(mesh)))
+        ranks = _ranks(mesh)
+        named = [[ranks[at] for at in places] for places in groups]
+        raise RankMismatch(mismatch_text(named, plans_of(meeting.store, groups)))
     mine = _values(model)
     text = ",".join(mine.values())
     everyone = meeting.exchange(text, "values")
@@ -277,11 +279,6 @@ def _hex(prints: Iterable[Tensor]) -> list[str]:
         return []
     host = torch.stack([value.to(values[0].device) for value in values]).tolist()
     return [f"{number & (2**64 - 1):x}" for number in host]
-
-
-def _plans_text(store: Store, groups: Sequence[Sequence[int]], ranks: Sequence[int]) -> str:
-    named = [[ranks[at] for at in places] for places in groups]
-    return mismatch_text(named, plans_of(store, groups))
 
 
 def _values_text(names: list[str], everyone: list[str], ranks: list[int]) -> str:

@@ -213,14 +213,11 @@ class PipelineModel(nn.Module):
             self.ties = {}
         own = stages_of(rank, ranks, len(self.stages) // ranks)
         self._placed = rank, ranks
-        self.kept = self._leave(own, self._tied_in(own))
+        tied = {name for name, stages in self.ties.items() if not set(stages).isdisjoint(own)}
+        self.kept = self._leave(own, tied)
         self._pieces = {}
         for stage, module in self.kept.items():
             self.add_module(f"{STAGE}{stage}", module)
-
-    def _tied_in(self, own: Iterable[int]) -> set[str]:
-        """The parameters of :attr:`ties` that one of the stages has."""
-        return {name for name, stages in self.ties.items() if not set(stages).isdisjoint(own)}
 
     def _leave(self, own: Sequence[int], tied: Collection[str]) -> dict[int, nn.Module]:
         """Delete the pieces of other stages, but not their ``tied`` parameters. Returns own stages."""

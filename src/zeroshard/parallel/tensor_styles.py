@@ -88,14 +88,12 @@ def generic(name: str) -> str:
     return ".".join("*" if token.isdigit() else token for token in name.split("."))
 
 
-def style_of(text: str) -> StyleRow:
-    """The style that an entry of a plan names, without the sizes after a colon."""
-    return STYLES[text.partition(":")[0]]
-
-
 def row_of(text: str, module: nn.Module) -> StyleRow:
-    """:func:`style_of`, with the axes of this layer: Conv1D stores its weight transposed."""
-    row = style_of(text)
+    """The style that an entry of a plan names, without the sizes after a colon, with the axes of a layer.
+
+    Conv1D stores its weight transposed.
+    """
+    row = STYLES[text.partition(":")[0]]
     if row.weight_axis is None or kind_of(module) != "Conv1D":
         return row
     return replace(row, weight_axis=1 - row.weight_axis)

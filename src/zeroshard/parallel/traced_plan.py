@@ -311,11 +311,6 @@ class _Guess:
         return weights_of_rank(self.layers, self.styles, self.fused, self.shared, self.size, rank)
 
 
-def _is_between(name: str, guess: _Guess, inside: tuple[str, ...]) -> bool:
-    """Whether a parameter is of a block, and of no layer that is cut. ``inside``: prefixes of blocks."""
-    return name.startswith(inside) and name.rpartition(".")[0] not in guess.layers
-
-
 class _Tracer:
     """Runs the small model and sees the calls of its layers."""
 
@@ -381,10 +376,10 @@ class _Tracer:
         found by a backward from the row-parallel results to the inputs of column-parallel layers.
         ``inside``: the prefixes of the blocks.
         """
-        params = {
+        params = {  # of a block, and of no layer that is cut
             name: param.detach().requires_grad_()
             for name, param in self._small.named_parameters()
-            if _is_between(name, guess, inside)
+            if name.startswith(inside) and name.rpartition(".")[0] not in guess.layers
         }
         if not params:
             return []

@@ -188,7 +188,8 @@ def stage_inputs(
     device = next(model.parameters()).device
     value = tree_map_only(torch.Tensor, lambda t: t.to(device), inputs)
     found = {}
-    with _precision(policy, device):
+    is_cast = policy.autocast is not None
+    with torch.autocast(device.type, policy.autocast) if is_cast else contextlib.nullcontext():
         if model.input_names is not None:
             return _named_inputs(model, value, model.input_names)
         for stage, pieces in enumerate(model.pieces_of_stages()):
@@ -227,9 +228,3 @@ def _named_inputs(
     model(**dict(zip(names_in(bits, names), tensors, strict=True)))
     sent = [Boundary.of(tensor) for tensor in tensors]
     return {stage: [Boundary.of(hidden[stage]), *sent] for stage in sorted(hidden)}
-
-
-def _precision(policy: Policy, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if policy.autocast is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=policy.autocast)

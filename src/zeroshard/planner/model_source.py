@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,7 +42,7 @@ BATCH_HINT = (
 FACTORY_HINT = "Correct the function that returns the model; it has no arguments."
 
 
-@contextmanager
+@contextlib.contextmanager
 def explained(model: str, hint: str = BATCH_HINT) -> Iterator[None]:
     """Say what in a model cannot be planned, at which line, and what to do (``hint``).
 
@@ -207,13 +207,19 @@ def model_source(
         batch, said = token_batch(name, *own, micro_batch, length, sequence)
         assumed += (said,)
     pair = batch if isinstance(batch, tuple) else (batch, None)
-    first = parts.first
-    whole = (lambda: recomputing(first())) if checkpointing else first
+
+    def build() -> nn.Module:
+        with Init() if sharded and stages == 1 else contextlib.nullcontext():
+            model = parts.first()
+            if checkpointing:
+                recomputing(model)
+        return cut_evenly(model, stages) if stages > 1 else model
+
     if stages > 1:
         assumed += ("a model that is not cut already has equal numbers of blocks on each stage",)
     how = parts.how or ("under zero.Init (stage 3)" if sharded else "whole on each rank")
     return ModelSource(
-        name, _in_its_form(whole, sharded=sharded, stages=stages), pair, loss_of,
+        name, build, pair, loss_of,
         (*assumed, f"the model is built {how}"), own_batch, parts.schedule, parts.cut_into,
     )  # fmt: skip
 
@@ -314,14 +320,6 @@ def recomputing(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-def _in_its_form(
-    build: Callable[[], nn.Module], *, sharded: bool, stages: int
-) -> Callable[[], nn.Module]:
-    if stages > 1:
-        return lambda: cut_evenly(build(), stages)
-    return (lambda: _sharded(build)) if sharded else build
-
-
 def cut_evenly(model: nn.Module, stages: int) -> nn.Module:
     """The model as a pipeline whose stages have equal numbers of blocks, unless it is one already."""
     if isinstance(model, PipelineModel):
@@ -344,11 +342,6 @@ def even_split(model: nn.Module, stages: int) -> list[str]:
             "returns what zeroshard.parallel.pipeline() makes of the model."
         )
     return [blocks[len(blocks) * s // stages] for s in range(1, stages)]
-
-
-def _sharded(build: Callable[[], nn.Module]) -> nn.Module:
-    with Init():
-        return build()
 
 
 def loss_of(output: Any, labels: Any) -> Tensor:

@@ -137,7 +137,7 @@ def _best_of_kinds(fit: Fit) -> Table:
             continue
         peak, seconds = best.peak_nbytes, best.seconds
         table.add_row(
-            kind.strategy.text, _yes(kind.checkpointing),
+            kind.strategy.text, "yes" if kind.checkpointing else "no",
             *(str(best.candidate.sizes.by_axis[axis]) for axis in axes),
             str(best.candidate.micro_batch), gib_text(peak), "" if seconds is None else _s(seconds),
             escape(best.why),
@@ -168,10 +168,6 @@ def _rank(row: Judged) -> tuple[bool, bool, bool, float]:
     unknown = row.peak_nbytes is None
     value = (row.peak_nbytes or 0) if fails else row.seconds or 0.0
     return row.why != "chosen", unknown, fails, value
-
-
-def _yes(on: bool) -> str:
-    return "yes" if on else "no"
 
 
 def headline(plan: Plan) -> str:

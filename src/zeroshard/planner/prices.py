@@ -110,7 +110,7 @@ class Prices:
     def _work_s(self, work: Work) -> float:
         if not work.nbytes:
             return 0.0
-        seconds = self.memory_s(work.nbytes)
+        seconds = work.nbytes / rate_at(self.values.points("device.bytes_per_s"), work.nbytes)
         if work.flop:
             points = self.values.points(f"{work.kind}.{work.dtype}")
             if self._is_serial and work.smallest:
@@ -131,10 +131,6 @@ class Prices:
         if begun.op == MESSAGE:
             return self.message_s(nbytes, begun.ranks)
         return self.collective_s(begun.op, nbytes, begun.ranks)
-
-    def memory_s(self, nbytes: float) -> float:
-        """Of the device, to read and write this many bytes."""
-        return nbytes / rate_at(self.values.points("device.bytes_per_s"), nbytes)
 
     def collective_s(self, op: str, nbytes: int, ranks: Sequence[int]) -> float:
         """Of a collective over ``nbytes`` in all; 0 on one rank.

@@ -231,26 +231,19 @@ class _Rank:
             if isinstance(event, Compute):
                 self._compute(event)
             elif isinstance(event, Arrival):
-                yield from self._receive(event)
+                yield from self._arrive(event)
             else:
                 yield from self._after_its_stream(event)
             self.at += 1
             board.moves += 1
         for stream in list(self._joining):
-            yield from self._join_when_possible(stream)
-
-    def _receive(self, event: Arrival) -> Iterator[bool]:
-        key = event.key, self._calls[Arrival, event.key]
-        while key not in self._board.sent:
-            yield True
-        self._calls[Arrival, event.key] += 1
-        self._arrive(event, *self._board.sent[key])
+            yield from self._join(stream)
 
     def _after_its_stream(self, event: Start | Send | StreamWait) -> Iterator[bool]:
         """Run an event when the collective that its stream is in has begun."""
         stream = self._stream_of(event)
         if stream in self._joining:
-            yield from self._join_when_possible(stream)
+            yield from self._join(stream)
         if isinstance(event, Send):
             self._send(event)
         elif isinstance(event, StreamWait):
@@ -260,12 +253,7 @@ class _Rank:
         else:
             self._come_to(event)
             if self._serial:
-                yield from self._join_when_possible(event.stream)
-
-    def _join_when_possible(self, stream: str) -> Iterator[bool]:
-        while not self._can_join(stream):
-            yield True
-        self._join(stream)
+                yield from self._join(event.stream)
 
     def _stream_of(self, event: Start | Send | StreamWait) -> str:
         """The stream whose last collective must have begun before the event can."""
@@ -346,8 +334,13 @@ class _Rank:
         times = self._start(MESSAGES, event.key, event.seconds, event.host_s)
         self._board.sent[event.key, number] = times
 
-    def _arrive(self, event: Arrival, begin_s: float, end_s: float) -> None:
+    def _arrive(self, event: Arrival) -> Iterator[bool]:
         """Wait for a message: for its sender until it begins, and for the message from then on."""
+        key = event.key, self._calls[Arrival, event.key]
+        while key not in self._board.sent:
+            yield True
+        self._calls[Arrival, event.key] += 1
+        begin_s, end_s = self._board.sent[key]
         self._busy_s[MESSAGES] = self._busy_s.get(MESSAGES, 0.0) + event.seconds
         if not self._serial:
             self._wait_until(MESSAGES, begin_s, end_s)
@@ -367,14 +360,14 @@ class _Rank:
         self._board.moves += 1
         self._joining[event.stream] = event, number, self.at
 
-    def _can_join(self, stream: str) -> bool:
-        event, number, _ = self._joining[stream]
-        return len(self._board.joined[event.key, number]) == event.members
-
-    def _join(self, stream: str) -> None:
-        """All ranks have come to the last collective of a stream, so its end is known."""
-        event, number, place = self._joining.pop(stream)
-        begin = max(self._board.joined[event.key, number])
+    def _join(self, stream: str) -> Iterator[bool]:
+        """When all ranks have come to the last collective of a stream, its end is known."""
+        event, number, place = self._joining[stream]
+        ready = self._board.joined[event.key, number]
+        while len(ready) < event.members:
+            yield True
+        del self._joining[stream]
+        begin = max(ready)
         end = begin + event.seconds
         if self._serial:
             self._stages_s += begin - self._compute_at

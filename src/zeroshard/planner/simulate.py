@@ -329,11 +329,10 @@ class _Trained:
             recorder.reset_traffic()
         before = _swapped(engine)
         comms = [c for c in engine._watch.comms if isinstance(c, RecordedComm)]
-        log.begin_memory(self.watch)
-        log.begin_order(comms)
+        log.begin(comms, self.watch)
         if with_events:
             links = engine._watch.pipeline
-            log.begin(comms, self.watch, None if links is None else links.messages)
+            log.begin_events(comms, self.watch, None if links is None else links.messages)
         step()
         return self._result(before)
 

@@ -257,12 +257,9 @@ class StepLog:
     _watch: Allocations | None = None  # knows the phase
     _ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by id of the recorder
 
-    def begin_memory(self, watch: Allocations) -> None:
-        """Log what the device holds from now on."""
+    def begin(self, comms: Sequence[RecordedComm], watch: Allocations) -> None:
+        """Log from now on what the device holds, and the order of the collectives of ``comms``."""
         watch.looked = self.events.append
-
-    def begin_order(self, comms: Sequence[RecordedComm]) -> None:
-        """Follow the order of the collectives of these communicators from now on."""
         several = [comm for comm in comms if len(comm.ranks) > 1]
         self._orders = {
             id(comm.recorder): _Order(comm.recorder.group, comm.ranks) for comm in several
@@ -274,11 +271,8 @@ class StepLog:
         """The collectives so far over each group, in order, as hashes."""
         return {(o.name, o.ranks): f"{o.calls}-{o.hash.hexdigest()}" for o in self._orders.values()}
 
-    def begin(
-        self,
-        comms: Sequence[RecordedComm],
-        watch: Allocations,
-        messages: StageMessages | None = None,
+    def begin_events(
+        self, comms: Sequence[RecordedComm], watch: Allocations, messages: StageMessages | None
     ) -> None:
         """Log operations from now on, with what these communicators do. ``watch`` knows the phase.
 
