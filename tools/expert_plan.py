@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from zeroshard.planner.make_plan import make_plan
+from zeroshard.planner.make_plan import Asked, make_plan
 
 RANKS, SHARING, TOKENS = 1024, 32, 4096
 MODEL = {
@@ -45,7 +45,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         plan = make_plan(
-            folder, CONFIG, ranks=RANKS, length=TOKENS, target="cuda", checkpointing=True, few=True
+            Asked(folder, CONFIG, ranks=RANKS, length=TOKENS, target="cuda"),
+            checkpointing=True,
+            few=True,
         )
     found, (layers,) = plan.simulation, plan.simulation.experts
     sent: Counter[str] = Counter()

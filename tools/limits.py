@@ -42,8 +42,6 @@ WIDER: Mapping[str, int] = {
     "data/data_loader.py:ResumableLoader.__init__": 11,
     "optim/triton_kernels.py:_block": 14,  # a kernel takes each tensor and each number by itself
     "optim/triton_kernels.py:update": 13,
-    "planner/fit.py:fit": 11,
-    "planner/make_plan.py:make_plan": 12,
     "zero/mesh_norm.py:MeshExchange.__init__": 12,
     "zero/optimizer.py:ShardedOptimizer.__init__": 13,
     "zero/unit.py:Unit.__init__": 14,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.core.texts import GIB
-from zeroshard.planner.make_plan import make_plan
+from zeroshard.planner.make_plan import Asked, make_plan
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs/_static/memory.svg"
@@ -54,9 +54,17 @@ def planned(zero: dict[str, Any], model: str) -> dict[str, float]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}, "zero_optimization": zero,
     }  # fmt: skip
     plan = make_plan(
-        model, config, ranks=RANKS, length=LENGTH, checkpointing=True, target="cuda",
-        ranks_per_node=RANKS, memory_gib=GPU_GIB,
-    )  # fmt: skip
+        Asked(
+            model,
+            config,
+            ranks=RANKS,
+            length=LENGTH,
+            target="cuda",
+            ranks_per_node=RANKS,
+            memory_gib=GPU_GIB,
+        ),
+        checkpointing=True,
+    )
     moment = plan.simulation.moments[plan.step_phase]
     of = {
         part: sum(

@@ -27,7 +27,7 @@ from zeroshard.comm.simulation import diverged, lone_rank
 from zeroshard.errors import UsageError
 from zeroshard.offload.swap_file import BOUNCE_NBYTES, THREADS
 from zeroshard.planner.allocations import Allocations
-from zeroshard.planner.make_plan import make_plan
+from zeroshard.planner.make_plan import Asked, make_plan
 from zeroshard.planner.simulated import highest
 from zeroshard.planner.step_log import StepLog
 
@@ -199,7 +199,7 @@ def test_a_plan_whose_stages_call_different_collectives_is_an_error(tmp_path, mo
         "optimizer": {"type": "AdamW"},
     }
     arguments = {"ranks": 2, "length": 8}
-    make_plan(str(tmp_path), config, **arguments)
+    make_plan(Asked(str(tmp_path), config, **arguments))
     small = PlannedComm.all_gather_small
 
     def more(self, vector_K, *, name):
@@ -209,7 +209,7 @@ def test_a_plan_whose_stages_call_different_collectives_is_an_error(tmp_path, mo
 
     monkeypatch.setattr(PlannedComm, "all_gather_small", more)
     with pytest.raises(UsageError, match="ranks 0 and 1 call different collectives over the group"):
-        make_plan(str(tmp_path), config, **arguments)
+        make_plan(Asked(str(tmp_path), config, **arguments))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from browser import CHROMIUM, DRIVER, opened, served
 
 from zeroshard.config.machine_file import load_machine
-from zeroshard.planner.make_plan import make_plan
+from zeroshard.planner.make_plan import Asked, make_plan
 from zeroshard.report.page import make_page
 from zeroshard.report.plan_page import plan_page
 
@@ -72,10 +72,12 @@ def test_the_page_of_a_run(tmp_path, steps, engines, figures):
 
 def test_the_page_of_a_plan(tmp_path):
     plan = make_plan(
-        "plan_model:factory",
-        {**plan_model.config(), "comet": {"api_key": "planted"}},
-        ranks=4,
-        machine=load_machine("h100"),
+        Asked(
+            "plan_model:factory",
+            {**plan_model.config(), "comet": {"api_key": "planted"}},
+            ranks=4,
+            machine=load_machine("h100"),
+        )
     )
     rows = [*plan.config, (SCRIPT, SCRIPT, f"file {SCRIPT}"), (LONG, LONG, "config")]
     page = plan_page(plan.as_dict() | {"model": SCRIPT + LONG}, rows)

@@ -11,7 +11,7 @@ from zeroshard.parallel import MoE
 from zeroshard.planner.candidates import Candidate, Strategy, StrategyKind
 from zeroshard.planner.fit_time import _Search
 from zeroshard.planner.growth import least_states_nbytes, offloadable_nbytes
-from zeroshard.planner.make_plan import make_plan
+from zeroshard.planner.make_plan import Asked, make_plan
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulated import Simulation
 
@@ -35,7 +35,7 @@ def planned(stage: int, net: str = "Net", **zero: Any) -> Plan:
         "train_micro_batch_size_per_gpu": 1, "unit_min_numel": 1,
         "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage, **zero},
     }  # fmt: skip
-    return make_plan(f"{__name__}:{net}", config, ranks=RANKS, length=4)
+    return make_plan(Asked(f"{__name__}:{net}", config, ranks=RANKS, length=4))
 
 
 def held(found: Simulation) -> int:

@@ -132,7 +132,9 @@ def test_a_plan_looks_for_links_before_it_simulates(tmp_path, monkeypatch):
     monkeypatch.setattr(make_plan, "simulate", None)
     config = {"train_micro_batch_size_per_gpu": 1}
     with pytest.raises(UsageError, match="16 ranks on nodes of 8 devices"):
-        make_plan.make_plan("gpt2", config, ranks=16, machine=load_machine("rtx4090"))
+        make_plan.make_plan(
+            make_plan.Asked("gpt2", config, ranks=16, machine=load_machine("rtx4090"))
+        )
 
 
 def test_an_unknown_machine_is_refused_with_the_known_ones():

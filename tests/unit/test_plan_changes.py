@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
 from zeroshard.planner.changes import changes_that_fit, with_changes
-from zeroshard.planner.make_plan import make_plan
+from zeroshard.planner.make_plan import Asked, make_plan
 from zeroshard.planner.plan import Plan
 
 RANKS, LENGTH = 4, 32
@@ -65,22 +65,22 @@ def test_with_each_of_three_printed_changes_the_plan_fits(scenario):
     model, settings, target, part = SCENARIOS[scenario]
     common: dict[str, Any] = {"length": LENGTH, "target": target}
     name = f"{__name__}:{model}"
-    tight = make_plan(name, settings, ranks=RANKS, **common)
+    tight = make_plan(Asked(name, settings, ranks=RANKS, **common))
     limit = int(part * tight.peak_nbytes)
     memory_gib = limit / 2**30
     tight = replace(tight, limit_nbytes=limit)
-    found = with_changes(tight, name, settings, memory_gib=memory_gib, **common).as_dict()[
-        "changes"
-    ]
+    found = with_changes(
+        tight, Asked(name, settings, ranks=RANKS, memory_gib=memory_gib, **common)
+    ).as_dict()["changes"]
     assert len(found) == 3
     assert [*found] == sorted(found, key=lambda each: each["slowdown"] / each["freed_nbytes"])
     for each in found:
         switch = Words(1)
         changed = applied(each["line"], settings, switch)
         again = make_plan(
-            name, changed, ranks=RANKS, memory_gib=memory_gib,
-            checkpointing=switch.is_gradient_checkpointing, **common,
-        )  # fmt: skip
+            Asked(name, changed, ranks=RANKS, memory_gib=memory_gib, **common),
+            checkpointing=switch.is_gradient_checkpointing,
+        )
         assert again.fits, each
         assert again.peak_nbytes == each["peak_nbytes"] == tight.peak_nbytes - each["freed_nbytes"]
         samples = [p.micro_batch * p.simulation.run.accumulation for p in (again, tight)]
@@ -98,7 +98,7 @@ def planned(peak_nbytes: int, *, limit: int = 100, **keys: Any) -> Any:
 def plain() -> Plan:
     """24 samples in a micro-batch."""
     name = f"{__name__}:narrow"
-    return make_plan(name, config(1, 24), ranks=RANKS, length=1, memory_gib=1e-6)
+    return make_plan(Asked(name, config(1, 24), ranks=RANKS, length=1, memory_gib=1e-6))
 
 
 def test_only_what_a_simulation_confirms_is_a_change(plain):

@@ -23,7 +23,7 @@ from zeroshard.planner.candidates import (
 from zeroshard.planner.fit import calm_collector, fit
 from zeroshard.planner.fit_time import kinds_of, less_than, search_by_time, with_less_offload
 from zeroshard.planner.growth import Growth, without_engine
-from zeroshard.planner.make_plan import make_plan
+from zeroshard.planner.make_plan import Asked, make_plan
 from zeroshard.planner.step_log import Begun, Ended, Operation, Work
 
 WIDTH, LENGTH, SAMPLES = 32, 16, 12
@@ -85,9 +85,10 @@ def test_few_simulations_find_what_simulating_every_candidate_finds(tmp_path):
         if own not in made:
             config = own.config(CONFIG | {"unit_min_numel": 1000})
             made[own] = make_plan(
-                llama, config, machine=machine(), few=True, memory_gib=1.0,
-                checkpointing=own.checkpointing, **ARGS,
-            )  # fmt: skip
+                Asked(llama, config, machine=machine(), memory_gib=1.0, **ARGS),
+                few=True,
+                checkpointing=own.checkpointing,
+            )
         return made[own]
 
     kinds = [kind for sizes in samples for kind in kinds_of(sizes, can_checkpoint=False)]
@@ -148,7 +149,7 @@ def test_pipelines_are_searched_like_simulating_every_candidate(tmp_path, monkey
         if own not in made:
             config = own.config(CONFIG | {"unit_min_numel": 1000})
             made[own] = make_plan(
-                llama, config, machine=machine(), memory_gib=1.0, ranks=2, length=LENGTH
+                Asked(llama, config, machine=machine(), memory_gib=1.0, ranks=2, length=LENGTH)
             )
         return made[own]
 
@@ -182,9 +183,15 @@ def test_pipelines_are_searched_like_simulating_every_candidate(tmp_path, monkey
     assert winners == {1, 2}
     own = Candidate(Strategy(2), False, 1, 4, Sizes(pipeline=2))
     line = make_plan(
-        llama, own.config(CONFIG | {"unit_min_numel": 1000}), machine=machine(), few=True, ranks=2,
-        length=LENGTH,
-    )  # fmt: skip
+        Asked(
+            llama,
+            own.config(CONFIG | {"unit_min_numel": 1000}),
+            machine=machine(),
+            ranks=2,
+            length=LENGTH,
+        ),
+        few=True,
+    )
     assert any(each.startswith("3 of 4 micro-batches") for each in line.assumed)
     assert line.time.total_s == pytest.approx(real(own).time.total_s, rel=0.02)
     for few, whole in zip(line.stages, real(own).stages, strict=True):
@@ -203,7 +210,7 @@ def test_what_lines_put_just_above_the_limit_is_simulated(monkeypatch, allowed):
         made.append(own)
         stage, size = own.strategy.stage, own.micro_batch
         peak = {2: 980, 3: 985}[stage] + 20 * size - (10 if (stage, size) == (3, 1) else 0)
-        plan = make_plan(NAME, own.config(CONFIG), machine=machine(), few=True, **ARGS)
+        plan = make_plan(Asked(NAME, own.config(CONFIG), machine=machine(), **ARGS), few=True)
         moments = {
             name: replace(moment, device_nbytes=peak * unit)
             for name, moment in plan.simulation.moments.items()
@@ -224,7 +231,7 @@ def test_what_lines_put_just_above_the_limit_is_simulated(monkeypatch, allowed):
 def test_two_micro_batches_give_the_time_of_many():
     config = CONFIG | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 6}
     many, few = (
-        make_plan(NAME, config, machine=machine(), few=few, **ARGS) for few in (False, True)
+        make_plan(Asked(NAME, config, machine=machine(), **ARGS), few=few) for few in (False, True)
     )
     assert few.time.samples == many.time.samples == 48
     assert few.time.total_s == pytest.approx(many.time.total_s, rel=0.02)
@@ -234,7 +241,7 @@ def test_two_micro_batches_give_the_time_of_many():
 
 def test_what_the_machine_file_lacks_leaves_out_the_kinds_that_need_it():
     slow = {"[copies]\nhost_to_device_bytes_per_s": "[copies]\n#"}
-    found = fit(NAME, CONFIG, aim="speed", memory_gib=1.0, machine=machine(**slow), **ARGS)
+    found = fit(Asked(NAME, CONFIG, memory_gib=1.0, machine=machine(**slow), **ARGS), aim="speed")
     away = [each for each in found.judged if each.candidate.strategy.optimizer]
     assert away
     assert found.chosen is not None

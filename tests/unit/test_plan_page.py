@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from zeroshard.cli.main import main
 from zeroshard.config.machine_file import load_machine
 from zeroshard.core.texts import gib
-from zeroshard.planner.make_plan import make_plan
+from zeroshard.planner.make_plan import Asked, make_plan
 from zeroshard.planner.plan import blocks, timeline
 from zeroshard.planner.trace import trace
 from zeroshard.report.plan_page import plan_page
@@ -42,9 +42,15 @@ def entry():
 
 def planned(*, machine: str | None = None):
     return make_plan(
-        "plan_model:factory", plan_model.config(), ranks=4, memory_gib=0.0005, with_events=True,
-        machine=None if machine is None else load_machine(machine),
-    )  # fmt: skip
+        Asked(
+            "plan_model:factory",
+            plan_model.config(),
+            ranks=4,
+            memory_gib=0.0005,
+            machine=None if machine is None else load_machine(machine),
+        ),
+        with_events=True,
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)

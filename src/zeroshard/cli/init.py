@@ -137,16 +137,15 @@ def _search(run: Answers, base: dict[str, Any], audience: Audience) -> Fit:
     # They import torch and more, which a mistake in the options does not need.
     from zeroshard.config.machine_file import load_machine
     from zeroshard.planner.fit import fit, sharing_sizes
+    from zeroshard.planner.make_plan import Asked
 
     if run.gpus < 1:
         raise UsageError(f"GPUs: {run.gpus}. Give a number from 1.")
     machine = load_machine(run.memory) if run.gib is None else None
     sharing = sharing_sizes(run.model, run.gpus, machine) if run.gpus > 1 else ()
-    return fit(
-        run.model, base, aim="speed", ranks=run.gpus, length=run.seq, memory_gib=run.gib,
-        machine=machine, target="cuda", axes={"expert": sharing} if sharing else None,
-        audience=audience,
-    )  # fmt: skip
+    asked = Asked(run.model, base, run.gpus, run.seq, run.gib, machine, target="cuda")
+    axes = {"expert": sharing} if sharing else None
+    return fit(asked, aim="speed", axes=axes, audience=audience)
 
 
 def _base(precision: Precision, batch: int) -> dict[str, Any]:

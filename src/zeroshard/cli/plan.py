@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
-    from zeroshard.config.machine_file import MachineFile
     from zeroshard.planner.gpu_kernels import Target
+    from zeroshard.planner.make_plan import Asked
     from zeroshard.planner.plan import Audience, Plan
 
 LONG_S = 10.0
@@ -255,16 +255,6 @@ OnlyCheck = Annotated[
 ]
 
 
-class _Conditions(TypedDict):
-    """The arguments that every function of the planner has: what the run trains on, and with."""
-
-    ranks_per_node: int | None
-    length: int | None
-    memory_gib: float | None
-    machine: MachineFile | None
-    target: Target | None
-
-
 def plan_command(
     model: ModelName = None,
     config: ConfigFile = None,
@@ -300,26 +290,21 @@ def plan_command(
             f"planned for {ranks} CPU ranks, more than this machine has processors. If they are GPUs, "
             "give --target cuda, or the --machine."
         )
-    # It imports torch and more, and only this command needs it.
+    # They import torch and more, and only this command needs them.
     from zeroshard.config.machine_file import load_machine
+    from zeroshard.planner.make_plan import Asked
 
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for module:function
     with errors_told():
         _refuse_together(fit, fit_axes, batch, html, trace)
-        conditions: _Conditions = {
-            "ranks_per_node": ranks_per_node,
-            "length": seq,
-            "memory_gib": memory,
-            "machine": None if machine is None else load_machine(machine),
-            "target": None if target is None else target.value,
-        }
+        priced = None if machine is None else load_machine(machine)
+        kind: Target | None = None if target is None else target.value
+        asked = Asked(model, given, ranks, seq, memory, priced, kind, ranks_per_node)
     if fit is not None:
-        _search(model, given, ranks, conditions, fit, fit_axes, as_json=as_json, verbose=verbose)
+        _search(asked, fit, fit_axes, as_json=as_json, verbose=verbose)
     else:
         with progress(verbose=verbose) as told:
-            found = _planned(
-                model, given, ranks, conditions, batch, html, trace, told, with_changes=not check
-            )
+            found = _planned(asked, batch, html, trace, told, with_changes=not check)
         _tell(found, as_json=as_json, verbose=verbose)
         if check and not found.fits:
             raise typer.Exit(DOES_NOT_FIT)
@@ -359,10 +344,7 @@ def _refuse_together(
 
 
 def _search(
-    model: str,
-    config: Path | dict[str, Any],
-    ranks: int,
-    conditions: _Conditions,
+    asked: Asked,
     aim: Aim,
     fit_axes: str | None,
     *,
@@ -377,9 +359,7 @@ def _search(
     # The model's own prints are no part of the answer, which may be JSON.
     with errors_told(), contextlib.redirect_stdout(sys.stderr), progress(verbose=verbose) as told:
         axes = None if fit_axes is None else read_axes(fit_axes)
-        searched = fit(
-            model, config, aim=aim.value, ranks=ranks, axes=axes, audience=told, **conditions
-        )
+        searched = fit(asked, aim=aim.value, axes=axes, audience=told)
     if as_json:
         print(json.dumps(searched.as_dict(), indent=1))
     else:
@@ -388,10 +368,7 @@ def _search(
 
 
 def _planned(
-    model: str,
-    config: Path | dict[str, Any],
-    ranks: int,
-    conditions: _Conditions,
+    asked: Asked,
     batch: str | None,
     html: Path | None,
     trace: Path | None,
@@ -410,23 +387,14 @@ def _planned(
     # The model's own prints are no part of the answer, which may be JSON.
     with errors_told(), contextlib.redirect_stdout(sys.stderr):
         if batch == "max":
-            found = changes.plan_of_largest_batch(
-                model, config, ranks=ranks, with_events=with_events, audience=told, **conditions
-            )
+            found = changes.plan_of_largest_batch(asked, with_events=with_events, audience=told)
         else:
             samples = None if batch is None else _samples(batch)
             told.begins("the run as it is configured")
-            found = make_plan(
-                model,
-                config,
-                ranks=ranks,
-                micro_batch=samples,
-                with_events=with_events,
-                **conditions,
-            )
+            found = make_plan(asked, micro_batch=samples, with_events=with_events)
             told.ended(found)
             if with_changes:
-                found = changes.with_changes(found, model, config, audience=told, **conditions)
+                found = changes.with_changes(found, asked, audience=told)
         _write(found, html, trace)
     return found
 

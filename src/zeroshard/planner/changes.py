@@ -10,19 +10,16 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from zeroshard.comm.simulation import lone_rank
-from zeroshard.config.machine_file import MachineFile
 from zeroshard.core.texts import gib_text
 from zeroshard.engine.remedies import Remedy, Run, changes, smaller_batches
 from zeroshard.errors import ConfigError, UnsupportedError, UsageError
 from zeroshard.planner.candidates import Strategy
 from zeroshard.planner.fit import calm_collector
-from zeroshard.planner.gpu_kernels import Target
 from zeroshard.planner.growth import least_states_nbytes
-from zeroshard.planner.make_plan import config_dict, make_plan
+from zeroshard.planner.make_plan import Asked, config_dict, make_plan
 from zeroshard.planner.model_source import FACTORY_HINT, explained, model_source, refuse_own_batch
 from zeroshard.planner.plan import SILENT, Audience, Change, Plan
 from zeroshard.planner.planned_batch import MICRO_BATCH
@@ -86,21 +83,11 @@ def _guess(known: list[tuple[int, int]], fits: int, over: int | None, limit_nbyt
 
 
 def plan_of_largest_batch(
-    model: str,
-    config: Mapping[str, Any] | str | Path,
-    *,
-    ranks: int,
-    length: int | None = None,
-    memory_gib: float | None,
-    machine: MachineFile | None = None,
-    target: Target | None = None,
-    with_events: bool = False,
-    ranks_per_node: int | None = None,
-    audience: Audience = SILENT,
+    asked: Asked, *, with_events: bool = False, audience: Audience = SILENT
 ) -> Plan:
-    """The plan with the largest micro-batch that fits ``memory_gib``; one more sample does not fit.
+    """The plan with the largest micro-batch that fits; one more sample does not fit.
 
-    Arguments and errors as for :func:`make_plan`. ``audience`` is told of about five simulations.
+    Errors as for :func:`make_plan`. ``audience`` is told of about five simulations.
 
     Raises:
         UsageError: there is no limit, one sample does not fit, the model has a batch of its own, or the
@@ -111,22 +98,19 @@ def plan_of_largest_batch(
     def peak_nbytes(samples: int) -> int:
         if samples not in plans:
             audience.begins(f"micro-batch {samples}")
-            plans[samples] = make_plan(
-                model, config, ranks=ranks, micro_batch=samples, length=length, memory_gib=memory_gib,
-                machine=machine, target=target, with_events=with_events, ranks_per_node=ranks_per_node,
-            )  # fmt: skip
+            plans[samples] = make_plan(asked, micro_batch=samples, with_events=with_events)
             audience.ended(plans[samples])
         return plans[samples].peak_nbytes
 
-    if (fixed := config_dict(config).get("train_batch_size")) not in (None, "auto"):
+    if (fixed := config_dict(asked.config).get("train_batch_size")) not in (None, "auto"):
         raise UsageError(
             f"--batch max tries micro-batches of several sizes, and train_batch_size is {fixed}, which "
             "allows only its divisors. Leave it out of the configuration."
         )
-    if memory_gib is None and (machine is None or machine.device.memory_bytes is None):
+    if not asked.has_limit:
         raise UsageError("--batch max is the largest that fits --memory, which is not given.")
-    with explained(model, FACTORY_HINT), lone_rank(0, ranks):
-        refuse_own_batch("--batch max", model_source(model, 1, 1, sharded=False))
+    with explained(asked.model, FACTORY_HINT), lone_rank(0, asked.ranks):
+        refuse_own_batch("--batch max", model_source(asked.model, 1, 1, sharded=False))
     peak_nbytes(1)
     limit_nbytes = plans[1].limit_nbytes
     assert limit_nbytes is not None
@@ -138,27 +122,15 @@ COUNT = 3
 """Changes that are shown."""
 
 
-def with_changes(
-    plan: Plan,
-    model: str,
-    config: Mapping[str, Any] | str | Path,
-    *,
-    length: int | None = None,
-    memory_gib: float | None = None,
-    machine: MachineFile | None = None,
-    target: Target | None = None,
-    ranks_per_node: int | None = None,
-    audience: Audience = SILENT,
-) -> Plan:
+def with_changes(plan: Plan, asked: Asked, *, audience: Audience = SILENT) -> Plan:
     """A plan that does not fit, with up to three changes that make it fit; others stay as they are.
 
-    Arguments as for :func:`~zeroshard.planner.make_plan.make_plan`, which made the plan. Each stage,
-    offload and checkpointing that may help costs a simulation, and a smaller micro-batch a few.
-    ``audience`` is told of each.
+    ``asked``: of what the plan was made. Each stage, offload and checkpointing that may help costs a
+    simulation, and a smaller micro-batch a few. ``audience`` is told of each.
     """
     if plan.fits is not False:
         return plan
-    base, fixed = config_dict(config), plan.own_batch
+    base, fixed = config_dict(asked.config), plan.own_batch
 
     def simulated(line: str, *, few: bool) -> Plan | None:
         audience.begins(line)
@@ -170,10 +142,9 @@ def with_changes(
         keys = changed_keys(line)
         try:
             return make_plan(
-                model, merged(base, keys), ranks=plan.mesh.world_size,
+                replace(asked, config=merged(base, keys)),
                 micro_batch=None if fixed or MICRO_BATCH in keys else plan.micro_batch,
-                length=length, memory_gib=memory_gib, machine=machine, target=target,
-                checkpointing=not line.startswith("{"), few=few, ranks_per_node=ranks_per_node,
+                checkpointing=not line.startswith("{"), few=few,
             )  # fmt: skip
         except (ConfigError, UnsupportedError):  # such as a stage that the mesh does not allow
             return None

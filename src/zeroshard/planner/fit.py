@@ -17,13 +17,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from zeroshard.comm.simulation import lone_rank
-from zeroshard.config import Config, load_config
+from zeroshard.config import load_config
 from zeroshard.config.machine_file import MachineFile
 from zeroshard.errors import ConfigError, UsageError
 from zeroshard.experts.stacked import planned_stacks
@@ -51,8 +50,7 @@ from zeroshard.planner.candidates import (
 )
 from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.fit_time import search_by_time
-from zeroshard.planner.gpu_kernels import Target
-from zeroshard.planner.make_plan import config_dict, make_plan, with_node_size
+from zeroshard.planner.make_plan import Asked, config_dict, make_plan, with_node_size
 from zeroshard.planner.model_source import (
     can_checkpoint,
     even_split,
@@ -64,60 +62,48 @@ from zeroshard.planner.plan import SILENT, Audience, Plan
 
 
 def fit(
-    model: str,
-    config: Mapping[str, Any] | str | Path,
+    asked: Asked,
     *,
     aim: Aim,
-    ranks: int,
-    length: int | None = None,
-    memory_gib: float | None,
-    machine: MachineFile | None = None,
-    target: Target | None = None,
     axes: Mapping[str, Sequence[int]] | None = None,
-    ranks_per_node: int | None = None,
     audience: Audience = SILENT,
 ) -> Fit:
-    """The configuration for a model that fits ``memory_gib``, with the batch of a step as it is.
+    """The configuration for a model that fits the memory of a device, with the batch of a step as it is.
 
-    Arguments and errors as for :func:`~zeroshard.planner.make_plan.make_plan`. ``aim``: see
-    :func:`search`; with a machine, "speed" is the smallest predicted time of a step. ``axes``: of the
-    mesh that may change, as :func:`~zeroshard.planner.axes.read_axes` gives them; None: the mesh stays.
-    ``audience`` is told of each simulation.
+    Errors as for :func:`~zeroshard.planner.make_plan.make_plan`. ``aim``: see :func:`search`; with a
+    machine, "speed" is the smallest predicted time of a step. ``axes``: of the mesh that may change, as
+    :func:`~zeroshard.planner.axes.read_axes` gives them; None: the mesh stays. ``audience`` is told of
+    each simulation.
 
     Raises:
         UsageError: there is no limit, the model has a batch of its own, or no size of an axis is
             possible.
     """
-    if memory_gib is None and (machine is None or machine.device.memory_bytes is None):
+    if not asked.has_limit:
         raise UsageError(f"--fit {aim} needs --memory, or a --machine whose memory is known.")
-    base = config_dict(config)
-    settings = load_config(base, world_size=ranks).config
-    samples, refused = _samples(
-        model, base, settings, dict(axes or {}), ranks=ranks, machine=machine,
-        ranks_per_node=ranks_per_node,
-    )  # fmt: skip
+    base = config_dict(asked.config)
+    samples, refused = _samples(asked, base, dict(axes or {}))
 
     def simulated(candidate: Candidate) -> Plan:
         audience.begins(candidate.text)
         found = make_plan(
-            model, candidate.config(base), ranks=ranks, length=length, memory_gib=memory_gib,
-            checkpointing=candidate.checkpointing, machine=machine, target=target, few=True,
-            ranks_per_node=ranks_per_node,
+            replace(asked, config=candidate.config(base)),
+            checkpointing=candidate.checkpointing, few=True,
         )  # fmt: skip
         audience.ended(found)
         return found
 
-    with explained(model), lone_rank(0, ranks):
-        source = model_source(model, 1, 1, sharded=False)
+    with explained(asked.model), lone_rank(0, asked.ranks):
+        source = model_source(asked.model, 1, 1, sharded=False)
         refuse_own_batch("--fit", source)
         able = can_checkpoint(source)
+    machine = with_node_size(asked.machine, asked.ranks, asked.ranks_per_node)
     with calm_collector():
         if machine is not None and aim == "speed":
-            priced = with_node_size(machine, ranks, ranks_per_node) or machine
-            result = search_by_time(simulated, base, priced, samples=samples, can_checkpoint=able)
+            result = search_by_time(simulated, base, machine, samples=samples, can_checkpoint=able)
         else:
             result = search(simulated, base, aim=aim, samples=samples, can_checkpoint=able)
-    return replace(result, refused=refused, split=_split(model, result.chosen, ranks))
+    return replace(result, refused=refused, split=_split(asked, result.chosen))
 
 
 def sharing_sizes(model: str, ranks: int, machine: MachineFile | None) -> tuple[int, ...]:
@@ -135,16 +121,11 @@ def sharing_sizes(model: str, ranks: int, machine: MachineFile | None) -> tuple[
 
 
 def _samples(
-    model: str,
-    base: Mapping[str, Any],
-    settings: Config,
-    wanted: dict[str, Sequence[int]],
-    *,
-    ranks: int,
-    machine: MachineFile | None,
-    ranks_per_node: int | None,
+    asked: Asked, base: Mapping[str, Any], wanted: dict[str, Sequence[int]]
 ) -> tuple[dict[Sizes, int], dict[Sizes, str]]:
     """Samples of a rank by mesh, and why others cannot be used. ``wanted``: axes that may change."""
+    ranks = asked.ranks
+    settings = load_config(base, world_size=ranks).config
     mesh = mesh_of(settings, ranks)
     if mesh.pipeline > 1:
         wanted.setdefault("pipeline", (mesh.pipeline,))
@@ -154,17 +135,19 @@ def _samples(
         return {AS_CONFIGURED: size * (steps or 1)}, {}
     assert settings.train_batch_size is not None  # computed where it is not given
     check_axes_are_free(base, wanted)
-    sizes = sizes_of(wanted, ranks=ranks, machine=machine, ranks_per_node=ranks_per_node)
+    sizes = sizes_of(
+        wanted, ranks=ranks, machine=asked.machine, ranks_per_node=asked.ranks_per_node
+    )
     found, refused = samples_by_sizes(settings.train_batch_size, sizes, ranks, tensor=mesh.tensor)
-    return _possible(model, base, found, refused, ranks)
+    return _possible(asked, base, found, refused)
 
 
-def _split(model: str, chosen: Candidate | None, ranks: int) -> Sequence[str]:
+def _split(asked: Asked, chosen: Candidate | None) -> Sequence[str]:
     """Where the program must cut the model for the chosen pipeline."""
     stages = 1 if chosen is None else chosen.sizes.pipeline or 1
     if stages == 1:
         return ()
-    built = _built(model, ranks)
+    built = _built(asked.model, asked.ranks)
     return () if isinstance(built, PipelineModel) else even_split(built, stages)
 
 
@@ -174,21 +157,20 @@ def _built(model: str, ranks: int) -> nn.Module:
 
 
 def _possible(
-    model: str,
+    asked: Asked,
     base: Mapping[str, Any],
     samples: Mapping[Sizes, int],
     refused: dict[Sizes, str],
-    ranks: int,
 ) -> tuple[dict[Sizes, int], dict[Sizes, str]]:
     """Samples of a rank by mesh, and why others cannot be used. ``refused``: those known already."""
     for sizes, own in samples.items():
         try:
             trial = Candidate(Strategy(0), False, 1, own, sizes).config(base)
-            load_config(trial, world_size=ranks)
+            load_config(trial, world_size=asked.ranks)
         except ConfigError as error:
             refused[sizes] = str(error)
-    with explained(model), lone_rank(0, ranks):
-        build = model_source(model, 1, 1, sharded=False).build
+    with explained(asked.model), lone_rank(0, asked.ranks):
+        build = model_source(asked.model, 1, 1, sharded=False).build
         refused |= refused_by_model(build, [each for each in samples if each not in refused])
     found = {sizes: own for sizes, own in samples.items() if sizes not in refused}
     if not found:

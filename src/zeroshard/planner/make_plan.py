@@ -57,33 +57,49 @@ WITHOUT_EFFECT = {
 """Keys that libraries fill in when a run starts, with values: no plan depends on them."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The run that is planned, and what it trains on.
+
+    ``model``: see :func:`~zeroshard.planner.model_source.model_source`. ``length``: tokens of a sample;
+    a model with a batch of its own takes none. ``memory_gib``: of one device. ``machine``: predict the
+    time of a step on it, and compare the peak with its memory if ``memory_gib`` is not given. ``target``:
+    see :func:`target_of`. ``ranks_per_node``: instead of the devices of a node of the machine; groups of
+    CPU ranks communicate through shared memory if all of their ranks are on one node, as in a run.
+    """
+
+    model: str
+    config: Mapping[str, Any] | str | Path
+    ranks: int
+    length: int | None = None
+    memory_gib: float | None = None
+    machine: MachineFile | None = None
+    target: Target | None = None
+    ranks_per_node: int | None = None
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether the memory of a device is known."""
+        machine = self.machine
+        is_known = machine is not None and machine.device.memory_bytes is not None
+        return self.memory_gib is not None or is_known
+
+
 def make_plan(
-    model: str,
-    config: Mapping[str, Any] | str | Path,
+    asked: Asked,
     *,
-    ranks: int,
     micro_batch: int | None = None,
-    length: int | None = None,
-    memory_gib: float | None = None,
     checkpointing: bool = False,
-    machine: MachineFile | None = None,
-    target: Target | None = None,
     with_events: bool = False,
     few: bool = False,
-    ranks_per_node: int | None = None,
 ) -> Plan:
     """Simulate one rank of a run and say what it needs. Must be called outside of any process group.
 
-    ``model``: see :func:`~zeroshard.planner.model_source.model_source`. ``micro_batch`` replaces
-    ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample; a model with a batch of its own
-    takes neither, and its rows are the micro-batch if nothing says how large that is. ``memory_gib``: of
-    one device; ``checkpointing``: call the model's ``gradient_checkpointing_enable()``. ``machine``:
-    predict the time of a step on it, and compare the peak with its memory if ``memory_gib`` is not given.
-    ``target``: see :func:`target_of`. ``with_events``: keep what the step does, for a trace. ``few``:
-    simulate two micro-batches of a step at most, and of a pipeline with the schedule 1F1B one more than
-    it has stages; later ones hold and take what the last of these does. ``ranks_per_node``: instead of
-    the devices of a node of the machine; groups of CPU ranks communicate through shared memory if all of
-    their ranks are on one node, as in a run.
+    ``micro_batch`` replaces ``train_micro_batch_size_per_gpu``; a model with a batch of its own takes
+    none, and its rows are the micro-batch if nothing says how large that is. ``checkpointing``: call the
+    model's ``gradient_checkpointing_enable()``. ``with_events``: keep what the step does, for a trace.
+    ``few``: simulate two micro-batches of a step at most, and of a pipeline with the schedule 1F1B one
+    more than it has stages; later ones hold and take what the last of these does.
     All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all. Of
     a pipeline one rank of each stage is simulated. A model that is no pipeline is cut into stages with
     equal numbers of blocks.
@@ -94,13 +110,14 @@ def make_plan(
             nodes and the ranks are on several.
         UnsupportedError: the model needs values, or an operation has no fake kernel.
     """
-    asked_nbytes = None if memory_gib is None else limit_of(memory_gib)
-    kind = target_of(machine, target)
-    machine = with_node_size(machine, ranks, ranks_per_node)
+    ranks, per_node = asked.ranks, asked.ranks_per_node
+    asked_nbytes = None if asked.memory_gib is None else limit_of(asked.memory_gib)
+    kind = target_of(asked.machine, asked.target)
+    machine = with_node_size(asked.machine, ranks, per_node)
     if machine is not None:
         check_links(machine, ranks)
-    where = _Where(kind, machine, asked_nbytes, ranks_per_node)
-    task = _read(model, config, ranks, micro_batch, length, where, checkpointing=checkpointing)
+    where = _Where(kind, machine, asked_nbytes, per_node)
+    task = _read(asked, where, micro_batch, checkpointing=checkpointing)
     if few:
         task = _with_few(task)
     with explained(task.source.name):
@@ -183,20 +200,12 @@ class _Task:
     left_out: tuple[str, ...] = ()
 
 
-def _read(
-    model: str,
-    config: Mapping[str, Any] | str | Path,
-    ranks: int,
-    micro_batch: int | None,
-    length: int | None,
-    where: _Where,
-    *,
-    checkpointing: bool,
-) -> _Task:
+def _read(asked: Asked, where: _Where, micro_batch: int | None, *, checkpointing: bool) -> _Task:
     """Read model and configuration. Without a batch size it is known only when the model is there.
 
     Arguments and errors as for :func:`make_plan`.
     """
+    model, config, ranks, length = asked.model, asked.config, asked.ranks, asked.length
     given = config_dict(config)
     is_sized = micro_batch is not None or names_a_batch(given)
 
