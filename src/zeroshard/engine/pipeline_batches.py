@@ -24,8 +24,7 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.core.texts import rank_ranges
 from zeroshard.device.choice import read
 from zeroshard.errors import UsageError
-from zeroshard.parallel.cut import OwnLoss
-from zeroshard.parallel.split import PipelineModel
+from zeroshard.parallel.split import OwnLoss, PipelineModel
 from zeroshard.zero.hooks import tensors_in
 
 _NO_DATA, _BAD_BATCH, _SHAPES_DIFFER, _BAD_INPUTS, _PART_BY_PART, _NOT_CUT = range(1, 7)

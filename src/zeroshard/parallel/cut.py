@@ -39,6 +39,7 @@ from zeroshard.parallel.forward_trace import (
 from zeroshard.parallel.initial_values import own_tensors
 from zeroshard.parallel.schedules import SCHEDULES, SPLIT_BACKWARD
 from zeroshard.parallel.split import (
+    OwnLoss,
     PipelineModel,
     add_tied_children,
     check_choice,
@@ -291,24 +292,6 @@ def cut_own_forward(
     if "use_cache" in inspect.signature(model.forward).parameters:
         inputs["use_cache"] = False
     return OwnForwardModel(model, parent, places, ForwardTrace(model, parent, inputs), **keys)
-
-
-class OwnLoss:
-    """The loss of a Transformers model with the configuration ``text``, of its output and labels.
-
-    ``over_ranks(loss, labels)``: the mean over ranks that share a sequence. Labels are shifted then.
-    """
-
-    def __init__(self, loss: Callable[..., Tensor], text: Any) -> None:
-        self._loss, self._text = loss, text
-        self.over_ranks: Callable[[Tensor, Tensor], Tensor] | None = None
-
-    def __call__(self, output: Any, labels: Tensor) -> Tensor:
-        size = self._text.vocab_size
-        if self.over_ranks is None:
-            return self._loss(logits=output.logits, labels=labels, vocab_size=size)
-        own = self._loss(logits=output.logits, labels=None, shift_labels=labels, vocab_size=size)
-        return self.over_ranks(own, labels)
 
 
 def own_loss(model: nn.Module) -> OwnLoss | None:

@@ -100,6 +100,24 @@ def _clash(name: str) -> UnsupportedError:
     )
 
 
+class OwnLoss:
+    """The loss of a Transformers model with the configuration ``text``, of its output and labels.
+
+    ``over_ranks(loss, labels)``: the mean over ranks that share a sequence. Labels are shifted then.
+    """
+
+    def __init__(self, loss: Callable[..., Tensor], text: Any) -> None:
+        self._loss, self._text = loss, text
+        self.over_ranks: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def __call__(self, output: Any, labels: Tensor) -> Tensor:
+        size = self._text.vocab_size
+        if self.over_ranks is None:
+            return self._loss(logits=output.logits, labels=labels, vocab_size=size)
+        own = self._loss(logits=output.logits, labels=None, shift_labels=labels, vocab_size=size)
+        return self.over_ranks(own, labels)
+
+
 class PipelineModel(nn.Module):
     """A model that is cut into stages. Made by ``pipeline()``; the engine calls :meth:`keep`.
 
