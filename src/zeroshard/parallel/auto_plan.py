@@ -13,6 +13,7 @@ import copy
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,10 +41,10 @@ from zeroshard.parallel.tensor_styles import (
     part,
 )
 from zeroshard.parallel.traced_plan import (
+    Guess,
     can_copy_small,
     repeated_blocks,
     traced_plan,
-    weights_of_rank,
 )
 
 TRANSFORMERS_STYLES: Mapping[str, str] = {
@@ -252,12 +253,9 @@ def _pair(
             if style.startswith("colwise")
         }
         copies = key_value_copies(model, colwise, size)
-        counts = {
-            count.attribute: count.own
-            for count in (head_counts(model, colwise, size, copies) if size > 1 else ())
-        }
+        counts = head_counts(model, colwise, size, copies) if size > 1 else []
         shared = {leaf: copies.get(names[leaf], 1) for leaf in guess}
-        if _sums_up(module, guess, fused, shared, counts, size):
+        if _sums_up(module, Guess(guess, linears, fused, shared, counts, size)):
             return guess | _head_norms(module, colwise)
     return {}
 
@@ -329,21 +327,14 @@ def _indivisible(
     return any(one % size for several in sizes for one in several)
 
 
-def _sums_up(
-    module: nn.Module,
-    guess: Mapping[str, str],
-    fused: Mapping[str, Sequence[int]],
-    shared: Mapping[str, int],
-    counts: Mapping[str, int],
-    size: int,
-) -> bool:
-    """Whether the module's result is the sum of the results of its ``size`` parts.
+def _sums_up(module: nn.Module, guess: Guess) -> bool:
+    """Whether the module's result is the sum of the results of its parts.
 
     Runs a copy with random weights on the CPU. Costs the module's memory twice, in fp32, for a moment.
     """
     trial = copy.deepcopy(module).to_empty(device="cpu").float().eval()
-    linears = _own_linears(trial)
-    for layer in linears.values():
+    guess = replace(guess, layers=_own_linears(trial))
+    for layer in guess.layers.values():
         if kind_of(layer) == "Conv1D":  # its own forward does not work with a part of the weight
             layer.forward = partial(multiply, layer)  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(0)
@@ -352,19 +343,16 @@ def _sums_up(
             tensor.copy_(
                 torch.randn(tensor.shape, generator=generator) / max(1, tensor[:1].numel()) ** 0.5
             )
-        width = max(features(linears[leaf])[0] for leaf, s in guess.items() if s != "rowwise")
+        styles, layers = guess.styles, guess.layers
+        width = max(features(layers[leaf])[0] for leaf, s in styles.items() if s != "rowwise")
         x_BTD = torch.randn(2, 4, width, generator=generator)
         try:
             whole = _first(trial(x_BTD))
-            for attribute, count in counts.items():
-                setattr(trial, attribute, count)
+            for count in guess.counts:
+                setattr(trial, count.attribute, count.own)
             addends = [
-                _first(
-                    torch.func.functional_call(
-                        trial, weights_of_rank(linears, guess, fused, shared, size, r), (x_BTD,)
-                    )
-                )
-                for r in range(size)
+                _first(torch.func.functional_call(trial, guess.weights(rank), (x_BTD,)))
+                for rank in range(guess.size)
             ]
         except Exception as error:  # whatever the program's forward raises: it cannot be checked
             raise _uncheckable(module, error) from error

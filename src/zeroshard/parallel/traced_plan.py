@@ -60,34 +60,6 @@ def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{leaf}".lstrip("."), member) for leaf, member in members)
 
 
-def weights_of_rank(
-    linears: Mapping[str, nn.Module],
-    guess: Mapping[str, str],
-    fused: Mapping[str, Sequence[int]],
-    shared: Mapping[str, int],
-    size: int,
-    index: int,
-) -> dict[str, Tensor]:
-    """The weights of rank ``index`` of ``size``, by name. The bias of a row-parallel layer counts once.
-
-    ``linears``: layers by name. ``guess``: their styles. ``fused``: sizes of the matrices that a layer
-    joins. ``shared``: how many ranks share each part of a layer; 1 if it is not there.
-    """
-    found: dict[str, Tensor] = {}
-    for leaf, style in guess.items():
-        row, sizes = row_of(style, linears[leaf]), fused.get(leaf, ())
-        weight, bias = linears[leaf].weight, getattr(linears[leaf], "bias", None)
-        assert isinstance(weight, Tensor)
-        assert row.weight_axis is not None
-        parts, at = size // shared.get(leaf, 1), index // shared.get(leaf, 1)
-        found[f"{leaf}.weight"] = part_of(weight, row.weight_axis, parts, at, sizes)
-        if isinstance(bias, Tensor):
-            rowwise = bias if index == 0 else torch.zeros_like(bias)
-            cut = row.bias_axis is not None
-            found[f"{leaf}.bias"] = part_of(bias, 0, parts, at, sizes) if cut else rowwise
-    return found
-
-
 LAYERS, VOCABULARY = 2, 128
 
 _LAYER_COUNTS = (
@@ -140,7 +112,7 @@ def _traced_plan(model: nn.Module, size: int) -> dict[str, str]:
     for picked in itertools.product(*choices.values()):
         plan = dict(zip(choices, picked, strict=True))
         try:
-            guess = _Guess.of(small, {**linears, **tables}, plan, size)
+            guess = Guess.of(small, {**linears, **tables}, plan, size)
             if guess.is_even() and not tracer.sums_up(guess):
                 continue
         except (_NoPlanError, UsageError) as error:
@@ -271,12 +243,16 @@ def _head_norms(small: nn.Module, inner: Sequence[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Guess:
-    """Styles by name of a layer of the small model, and what follows from them on ``size`` ranks."""
+class Guess:
+    """Styles by name of a layer, and what follows from them on ``size`` ranks.
+
+    ``fused``: sizes of the matrices that a layer joins. ``shared``: how many ranks share each part of a
+    layer; 1 if it is not there. ``counts``: numbers of heads that are divided.
+    """
 
     styles: Mapping[str, str]
     layers: Mapping[str, nn.Module]
-    fused: Mapping[str, tuple[int, ...]]
+    fused: Mapping[str, Sequence[int]]
     shared: Mapping[str, int]
     counts: Sequence[HeadCount]
     size: int
@@ -284,7 +260,7 @@ class _Guess:
     @classmethod
     def of(
         cls, small: nn.Module, layers: Mapping[str, nn.Module], plan: Mapping[str, str], size: int
-    ) -> _Guess:
+    ) -> Guess:
         given = {name: plan[generic(name)].partition(":") for name in layers}
         styles = {name: style for name, (style, _, _) in given.items()}
         fused = {
@@ -301,14 +277,28 @@ class _Guess:
         for name, style in self.styles.items():
             axis = row_of(style, self.layers[name]).weight_axis
             weight: Any = self.layers[name].weight
-            extents = self.fused[name] or (weight.shape[axis],)
+            extents = self.fused.get(name) or (weight.shape[axis],)
             if any(extent % (self.size // self.shared.get(name, 1)) for extent in extents):
                 return False
         return True
 
     def weights(self, rank: int) -> dict[str, Tensor]:
-        """The weights of one rank, by name."""
-        return weights_of_rank(self.layers, self.styles, self.fused, self.shared, self.size, rank)
+        """The weights of one rank, by name. The bias of a row-parallel layer counts once."""
+        found: dict[str, Tensor] = {}
+        for name, style in self.styles.items():
+            layer, sizes = self.layers[name], self.fused.get(name, ())
+            row = row_of(style, layer)
+            weight, bias = layer.weight, getattr(layer, "bias", None)
+            assert isinstance(weight, Tensor)
+            assert row.weight_axis is not None
+            shared = self.shared.get(name, 1)
+            parts, at = self.size // shared, rank // shared
+            found[f"{name}.weight"] = part_of(weight, row.weight_axis, parts, at, sizes)
+            if isinstance(bias, Tensor):
+                rowwise = bias if rank == 0 else torch.zeros_like(bias)
+                cut = row.bias_axis is not None
+                found[f"{name}.bias"] = part_of(bias, 0, parts, at, sizes) if cut else rowwise
+        return found
 
 
 class _Tracer:
@@ -344,7 +334,7 @@ class _Tracer:
             raise _NoPlanError(f"the trial run did not reach {missed[0]!r}")
         return list(seen)
 
-    def sums_up(self, guess: _Guess) -> bool:
+    def sums_up(self, guess: Guess) -> bool:
         """Whether the results of row-parallel layers are the sums of those of all ranks."""
         rowwise = {n: guess.layers[n] for n, s in guess.styles.items() if s == "rowwise"}
         whole: list[Tensor] = []
@@ -369,7 +359,7 @@ class _Tracer:
         sums = (sum(parts[1:], parts[0]) for parts in zip(*addends, strict=True))
         return all(map(_equal, sums, whole))
 
-    def inner_modules(self, guess: _Guess, inside: tuple[str, ...]) -> list[str]:
+    def inner_modules(self, guess: Guess, inside: tuple[str, ...]) -> list[str]:
         """Modules between column-parallel and row-parallel layers that have parameters.
 
         A rank computes the gradients of these from its own heads only, so they must be added. They are

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Protocol
 
 from zeroshard.core.ledger import TEMPORARY
@@ -245,13 +247,9 @@ def blocks(points: list[tuple[int, Held]]) -> str:
     A space separates phases.
     """
     top = max((held.device_nbytes for _, held in points), default=0) or 1
-    drawn, before = "", ""
-    for _, held in points:
-        if before and held.phase != before:
-            drawn += " "
-        before = held.phase
-        drawn += "▁▂▃▄▅▆▇█"[min(7, 8 * held.device_nbytes // top)]
-    return drawn
+    heights = [(held.phase, min(7, 8 * held.device_nbytes // top)) for _, held in points]
+    phases = (run for _, run in groupby(heights, key=itemgetter(0)))
+    return " ".join("".join("▁▂▃▄▅▆▇█"[height] for _, height in run) for run in phases)
 
 
 class Audience(Protocol):

@@ -7,6 +7,7 @@ takes one tick of a logical clock (1 microsecond): only the order has a meaning.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 from zeroshard.core.tiers import Tier
@@ -133,17 +134,10 @@ def _shown(event: StepEvent | None, phase: str, span: BusySpan) -> _Shown:
 
 def _phases(shown: Sequence[_Shown]) -> Iterator[tuple[str, float, float]]:
     """Name, begin and end of each run of events of one phase on the compute stream."""
-    name, begin, end = "", 0.0, 0.0
-    for each in shown:
-        if each.span.stream != COMPUTE:
-            continue
-        if each.phase != name:
-            if name:
-                yield name, begin, end
-            name, begin = each.phase, each.span.begin_s
-        end = each.span.end_s
-    if name:
-        yield name, begin, end
+    on_compute = (each for each in shown if each.span.stream == COMPUTE)
+    for name, run in groupby(on_compute, key=lambda each: each.phase):
+        spans = [each.span for each in run]
+        yield name, spans[0].begin_s, spans[-1].end_s
 
 
 def _metadata(pid: int, name: str, thread: int, text: str) -> dict[str, Any]:
