@@ -33,125 +33,6 @@ from zeroshard.planner.fakes import fake_tensors
 from zeroshard.planner.planned_batch import token_batch
 from zeroshard.zero import Init
 
-BATCH_HINT = (
-    "If the batch is not of the kind that this model takes, give module:function, which returns the "
-    "model and a batch."
-)
-
-
-FACTORY_HINT = "Correct the function that returns the model; it has no arguments."
-
-
-@contextlib.contextmanager
-def explained(model: str, hint: str = BATCH_HINT) -> Iterator[None]:
-    """Say what in a model cannot be planned, at which line, and what to do (``hint``).
-
-    Raises:
-        UnsupportedError: an operation needs values or has no fake kernel, or the model raises an error.
-    """
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise UnsupportedError(
-            f"{model} cannot be planned: {_line(error)} calls {error.func}, which "
-            "depends on the values of a tensor, and a plan has only shapes. Common causes: "
-            ".item(), .tolist(), bool(tensor), nonzero(), and a boolean mask as an index. Use an "
-            "operation whose result has a fixed shape, such as torch.where, or give module:function, "
-            "which leaves such values out."
-        ) from error
-    except UnsupportedOperatorException as error:
-        raise UnsupportedError(
-            f"{model} cannot be planned: {_line(error)} calls {error.func}, which "
-            "has no fake kernel, so the shape of its result is unknown. "
-            "Register one with torch.library.register_fake."
-        ) from error
-    except ZeroShardError:
-        raise
-    except Exception as error:
-        if isinstance(error.__cause__, ZeroShardError):  # torch's Module.to wraps every error
-            raise UnsupportedError(
-                f"{model} cannot be planned: {_line(error)}: {error.__cause__}"
-            ) from error
-        raise UnsupportedError(
-            f"{model} cannot be planned: {type(error).__name__} at {_line(error)}: "
-            f"{str(error).rstrip('.')}. {hint}"
-        ) from error
-
-
-def _line(error: BaseException) -> str:
-    """The innermost line outside of torch and of this package."""
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        if not frame.filename.startswith(LIBRARIES):
-            return f"{frame.filename}:{frame.lineno} ({frame.line})"
-    return "a line of torch"
-
-
-ENTRY = "plan_entry"
-"""The function of a script if none is named."""
-
-
-def script_module(script: str, function: str) -> ModuleType:
-    """The script as a module. Its ``__name__`` is not ``"__main__"``; its arguments are empty.
-
-    Raises:
-        UsageError: it cannot be read, defines no such function at its top level (then nothing of it
-            runs), or raises an error.
-    """
-    path = Path(script)
-    try:
-        text, changed = path.read_text(), path.stat().st_mtime_ns
-        tree = ast.parse(text, script)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise UsageError(f"the script {script} cannot be read: {error}") from error
-    if not any(_defines(node, function) for node in tree.body):
-        raise UsageError(
-            f"the script {script} defines no function {function!r}. A plan does not run a script: it "
-            f"calls {function}(), which takes no arguments and returns the model, or the model and a "
-            "batch. Add it, or name another function as script.py:function."
-        )
-    return _imported(path.resolve(), changed)
-
-
-def _defines(node: ast.stmt, function: str) -> bool:
-    if isinstance(node, ast.FunctionDef):
-        return node.name == function
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    names = [target.id for target in targets if isinstance(target, ast.Name)]
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        names = [alias.asname or alias.name for alias in node.names]
-    return function in names
-
-
-@cache
-def _imported(path: Path, _changed: int) -> ModuleType:
-    """``_changed``: when the file was changed, so that it is imported anew after an edit."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None  # the name ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    folder, arguments = str(path.parent), sys.argv
-    if folder not in sys.path:  # as python does for a script, for what it imports now and later
-        sys.path.insert(0, folder)
-    sys.modules.setdefault(path.stem, module)
-    sys.argv = [str(path)]
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        if sys.modules.get(path.stem) is module:
-            del sys.modules[path.stem]
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-        where = f"line {frames[-1].lineno} ({frames[-1].line})" if frames else "its import"
-        raise UsageError(
-            f"the script {path.name} cannot be imported: {type(error).__name__} at {where}: {error} "
-            "A plan imports a script. Put what trains, and what reads arguments, under "
-            'if __name__ == "__main__".'
-        ) from error
-    finally:
-        sys.argv = arguments
-    return module
-
-
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 """``organization/model``."""
 
@@ -449,3 +330,126 @@ def _transformers(name: str, config: Any, dtype: torch.dtype) -> Callable[[], nn
         return model
 
     return build
+
+
+# ---------------------------------------------------------------------- scripts
+
+ENTRY = "plan_entry"
+"""The function of a script if none is named."""
+
+
+def script_module(script: str, function: str) -> ModuleType:
+    """The script as a module. Its ``__name__`` is not ``"__main__"``; its arguments are empty.
+
+    Raises:
+        UsageError: it cannot be read, defines no such function at its top level (then nothing of it
+            runs), or raises an error.
+    """
+    path = Path(script)
+    try:
+        text, changed = path.read_text(), path.stat().st_mtime_ns
+        tree = ast.parse(text, script)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(f"the script {script} cannot be read: {error}") from error
+    if not any(_defines(node, function) for node in tree.body):
+        raise UsageError(
+            f"the script {script} defines no function {function!r}. A plan does not run a script: it "
+            f"calls {function}(), which takes no arguments and returns the model, or the model and a "
+            "batch. Add it, or name another function as script.py:function."
+        )
+    return _imported(path.resolve(), changed)
+
+
+def _defines(node: ast.stmt, function: str) -> bool:
+    if isinstance(node, ast.FunctionDef):
+        return node.name == function
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        names = [alias.asname or alias.name for alias in node.names]
+    return function in names
+
+
+@cache
+def _imported(path: Path, _changed: int) -> ModuleType:
+    """``_changed``: when the file was changed, so that it is imported anew after an edit."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    folder, arguments = str(path.parent), sys.argv
+    if folder not in sys.path:  # as python does for a script, for what it imports now and later
+        sys.path.insert(0, folder)
+    sys.modules.setdefault(path.stem, module)
+    sys.argv = [str(path)]
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        if sys.modules.get(path.stem) is module:
+            del sys.modules[path.stem]
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        where = f"line {frames[-1].lineno} ({frames[-1].line})" if frames else "its import"
+        raise UsageError(
+            f"the script {path.name} cannot be imported: {type(error).__name__} at {where}: {error} "
+            "A plan imports a script. Put what trains, and what reads arguments, under "
+            'if __name__ == "__main__".'
+        ) from error
+    finally:
+        sys.argv = arguments
+    return module
+
+
+# ---------------------------------------------------------------------- what cannot be planned
+
+BATCH_HINT = (
+    "If the batch is not of the kind that this model takes, give module:function, which returns the "
+    "model and a batch."
+)
+
+
+FACTORY_HINT = "Correct the function that returns the model; it has no arguments."
+
+
+@contextlib.contextmanager
+def explained(model: str, hint: str = BATCH_HINT) -> Iterator[None]:
+    """Say what in a model cannot be planned, at which line, and what to do (``hint``).
+
+    Raises:
+        UnsupportedError: an operation needs values or has no fake kernel, or the model raises an error.
+    """
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UnsupportedError(
+            f"{model} cannot be planned: {_line(error)} calls {error.func}, which "
+            "depends on the values of a tensor, and a plan has only shapes. Common causes: "
+            ".item(), .tolist(), bool(tensor), nonzero(), and a boolean mask as an index. Use an "
+            "operation whose result has a fixed shape, such as torch.where, or give module:function, "
+            "which leaves such values out."
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise UnsupportedError(
+            f"{model} cannot be planned: {_line(error)} calls {error.func}, which "
+            "has no fake kernel, so the shape of its result is unknown. "
+            "Register one with torch.library.register_fake."
+        ) from error
+    except ZeroShardError:
+        raise
+    except Exception as error:
+        if isinstance(error.__cause__, ZeroShardError):  # torch's Module.to wraps every error
+            raise UnsupportedError(
+                f"{model} cannot be planned: {_line(error)}: {error.__cause__}"
+            ) from error
+        raise UnsupportedError(
+            f"{model} cannot be planned: {type(error).__name__} at {_line(error)}: "
+            f"{str(error).rstrip('.')}. {hint}"
+        ) from error
+
+
+def _line(error: BaseException) -> str:
+    """The innermost line outside of torch and of this package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith(LIBRARIES):
+            return f"{frame.filename}:{frame.lineno} ({frame.line})"
+    return "a line of torch"
