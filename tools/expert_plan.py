@@ -58,7 +58,7 @@ def main() -> None:
         "ranks that shard them": str(layers.holders),
         "parameters of experts, and of all else, that a rank works with": f"{layers.numel / 1e9:.2f} B, "
         f"{(found.params_numel - layers.numel) / 1e9:.2f} B",
-        "parameters, gradients, masters and moments": gib(plan.states_nbytes()),
+        "parameters, gradients, masters and moments": gib(found.states_nbytes),
         "peak while the model is built": gib(found.moments["init"].device_nbytes),
         "peak of a step": gib(found.peak_nbytes),
         "a rank sends: tokens and results": gib(sent[f"{SHARING} that share experts"]),

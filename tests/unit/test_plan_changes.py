@@ -135,7 +135,7 @@ def test_of_the_micro_batches_that_fit_the_largest_is_told(plain, largest):
 
 def test_a_stage_whose_states_alone_are_too_large_is_not_simulated(plain):
     asked: list[str] = []
-    states = plain.states_nbytes()
+    states = plain.simulation.states_nbytes
     changes_that_fit(replace(plain, limit_nbytes=states // 2), lambda line, few: asked.append(line))
     stages = [json.loads(line)["zero_optimization"] for line in asked if "zero_opt" in line]
     assert {"stage": 2} not in stages

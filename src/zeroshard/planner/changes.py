@@ -159,14 +159,14 @@ class Simulated(Protocol):
     def __call__(self, line: str, *, few: bool) -> Plan | None: ...
 
 
-def changes_that_fit(plan: Plan, simulated: Simulated, count: int = COUNT) -> tuple[Change, ...]:
-    """Single changes with which a plan fits, by slowdown per byte; at most ``count``.
+def changes_that_fit(plan: Plan, simulated: Simulated) -> tuple[Change, ...]:
+    """Single changes with which a plan fits, by slowdown per byte; at most :data:`COUNT`.
 
     A step of many micro-batches needs some bytes more than one of two, which are simulated first.
     """
     found = [_change(plan, proposed, after) for proposed, after in _proposed(plan, simulated)]
     found.sort(key=lambda each: each.slowdown / each.freed_nbytes)
-    return tuple(itertools.islice(_confirmed(plan, simulated, found), count))
+    return tuple(itertools.islice(_confirmed(plan, simulated, found), COUNT))
 
 
 def _confirmed(plan: Plan, simulated: Simulated, found: Sequence[Change]) -> Iterator[Change]:

@@ -155,10 +155,8 @@ class _Search:
         self._rank = {kind: at for at, kind in enumerate(kinds)}
         self.plans: dict[Candidate, Plan] = {}
         self.known: dict[StrategyKind, _Known] = {}
-        self.left_out: dict[
-            StrategyKind, float
-        ] = {}  # seconds that no candidate of the kind is below
-        self._free_s: dict[StrategyKind, float] = {}  # the same, if memory were no limit
+        # Seconds that no candidate of the kind is below, and the same if memory were no limit.
+        self.left_out: dict[StrategyKind, tuple[float, float]] = {}
         self.too_large: dict[StrategyKind, int] = {}  # the least bytes of its states
         self.untimed: dict[StrategyKind, str] = {}
         self._growths: dict[tuple[Sizes, bool], Sequence[Growth]] = {}
@@ -202,7 +200,7 @@ class _Search:
         """
         least_s, free_s = self._least_s(kind)
         if least_s >= self._best_s():
-            self.left_out[kind], self._free_s[kind] = least_s, free_s
+            self.left_out[kind] = least_s, free_s
             return
         try:
             found = self._look(kind)
@@ -274,7 +272,7 @@ class _Search:
         free_s = max(self._model_s.get(key, 0.0) for key in model)
         for parent in less_than(kind):
             if parent in self.left_out:
-                free_s = max(free_s, self._free_s[parent])
+                free_s = max(free_s, self.left_out[parent][1])
             elif parent in self.known:
                 known = self.known[parent]
                 added_s = self._offload_s(kind, parent, known)
@@ -375,7 +373,7 @@ class _Search:
 
     def _worth_a_look(self, best: Candidate, best_s: float) -> list[StrategyKind]:
         """Kinds that were passed over and may be better than the best: faster; smaller if none fits."""
-        again = [kind for kind, least_s in self.left_out.items() if least_s < best_s]
+        again = [kind for kind, (least_s, _) in self.left_out.items() if least_s < best_s]
         if best_s == float("inf"):  # the smallest is told
             peak_nbytes = self.known[best.kind].peak_nbytes(best.micro_batch)
             again += [kind for kind, least in self.too_large.items() if least < peak_nbytes]
@@ -440,7 +438,7 @@ def _judged(
         why = f"does not fit: its states alone take {gib_text(search.too_large[kind])} or more"
         return Judged(own, None, None, False, why)
     if kind in search.left_out:
-        least_s = search.left_out[kind]
+        least_s, _ = search.left_out[kind]
         why = f"takes {1e3 * least_s:.4g} ms or more: other kinds that do no more work take this"
         return Judged(own, None, None, False, why)
     known, size = search.known[kind], own.micro_batch

@@ -15,7 +15,6 @@ from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.config.fields import is_auto
 from zeroshard.config.machine_file import MachineFile, Number, check_links
 from zeroshard.config.parse import read_source
-from zeroshard.core.ledger import TEMPORARY
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.texts import gib, gib_text
 from zeroshard.errors import UsageError
@@ -311,15 +310,13 @@ def _peak_of_both(found: Simulation) -> int:
 
 
 def _stage_needs(found: Simulation, peak_nbytes: int) -> StageNeeds:
-    rows = [row for row in found.memory if row.category not in TEMPORARY]
-    states = sum(row.measured for row in rows if row.tier == "device")
     sent = [each for each in found.messages if each.kind == "send"]
     numel = sum(prod(each.shape) for each in sent)
     nbytes = sum(prod(each.shape) * each.dtype.itemsize for each in sent)
     return StageNeeds(
         found.rank,
         found.params_numel,
-        states,
+        found.states_nbytes,
         peak_nbytes,
         found.in_flight,
         numel,

@@ -9,7 +9,6 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, Protocol
 
-from zeroshard.core.ledger import TEMPORARY
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.tiers import Tier
 from zeroshard.planner.allocations import Held, Moment
@@ -125,11 +124,6 @@ class Plan:
         spare = self.spare_nbytes
         return None if spare is None else spare >= 0
 
-    def states_nbytes(self, tier: str = "device") -> int:
-        """Bytes of parameters, gradients, masters and optimizer state."""
-        rows = self.simulation.memory
-        return sum(r.measured for r in rows if r.tier == tier and r.category not in TEMPORARY)
-
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON. Sizes in bytes, traffic in elements."""
         found = self.simulation
@@ -144,7 +138,7 @@ class Plan:
             "spare_nbytes": self.spare_nbytes, "peak_nbytes": self.peak_nbytes,
             "one_more_nbytes": self.one_more_nbytes,
             "process_nbytes": PROCESS_NBYTES,
-            "peak_phase": self.peak_phase, "states_nbytes": self.states_nbytes(),
+            "peak_phase": self.peak_phase, "states_nbytes": found.states_nbytes,
             "step_peak": {
                 "phase": name, "op": top.op, "module": top.module, "unit": self.unit_of(top),
                 "line": top.line, "nbytes": self.peaks[self.step_phase],

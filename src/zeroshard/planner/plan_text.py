@@ -229,7 +229,7 @@ def _parts(plan: Plan, verbose: bool) -> Iterator[str | Table]:
         f"{plan.model}: {found.params_numel:,} parameters, stage {plan.stage}, "
         f"{plan.mesh.text_with_experts}, "
         f"micro-batch {plan.micro_batch}; "
-        f"state at rest {gib_text(plan.states_nbytes())}"
+        f"state at rest {gib_text(found.states_nbytes)}"
     )
     if plan.stages:
         yield _stages(plan)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeroshard.comm.simulation import Histories, Message, diverged
+from zeroshard.core.ledger import TEMPORARY
 from zeroshard.core.mesh import Mesh
 from zeroshard.engine.remedies import Run
 from zeroshard.errors import UsageError
@@ -89,6 +90,12 @@ class Simulation:
     def peak_nbytes(self) -> int:
         """The most bytes of everything on the device at one time of the last step."""
         return highest(self.moments)[1].device_nbytes
+
+    @property
+    def states_nbytes(self) -> int:
+        """Bytes of parameters, gradients, masters and optimizer state on the device."""
+        rows = [row for row in self.memory if row.category not in TEMPORARY]
+        return sum(row.measured for row in rows if row.tier == "device")
 
     def nbytes(self, category: str, tier: str = "device") -> int:
         """Counted bytes of a category. Those of gradients and temporaries are peaks."""
