@@ -41,7 +41,7 @@ from zeroshard.parallel.tensor_styles import (
     part,
 )
 from zeroshard.parallel.traced_plan import (
-    Guess,
+    PlanGuess,
     can_copy_small,
     repeated_blocks,
     traced_plan,
@@ -255,7 +255,7 @@ def _pair(
         copies = key_value_copies(model, colwise, size)
         counts = head_counts(model, colwise, size, copies) if size > 1 else []
         shared = {leaf: copies.get(names[leaf], 1) for leaf in guess}
-        if _sums_up(module, Guess(guess, linears, fused, shared, counts, size)):
+        if _sums_up(module, PlanGuess(guess, linears, fused, shared, counts, size)):
             return guess | _head_norms(module, colwise)
     return {}
 
@@ -327,7 +327,7 @@ def _indivisible(
     return any(one % size for several in sizes for one in several)
 
 
-def _sums_up(module: nn.Module, guess: Guess) -> bool:
+def _sums_up(module: nn.Module, guess: PlanGuess) -> bool:
     """Whether the module's result is the sum of the results of its parts.
 
     Runs a copy with random weights on the CPU. Costs the module's memory twice, in fp32, for a moment.

@@ -112,7 +112,7 @@ def _traced_plan(model: nn.Module, size: int) -> dict[str, str]:
     for picked in itertools.product(*choices.values()):
         plan = dict(zip(choices, picked, strict=True))
         try:
-            guess = Guess.of(small, {**linears, **tables}, plan, size)
+            guess = PlanGuess.of(small, {**linears, **tables}, plan, size)
             if guess.is_even() and not tracer.sums_up(guess):
                 continue
         except (_NoPlanError, UsageError) as error:
@@ -243,7 +243,7 @@ def _head_norms(small: nn.Module, inner: Sequence[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Guess:
+class PlanGuess:
     """Styles by name of a layer, and what follows from them on ``size`` ranks.
 
     ``fused``: sizes of the matrices that a layer joins. ``shared``: how many ranks share each part of a
@@ -260,7 +260,7 @@ class Guess:
     @classmethod
     def of(
         cls, small: nn.Module, layers: Mapping[str, nn.Module], plan: Mapping[str, str], size: int
-    ) -> Guess:
+    ) -> PlanGuess:
         given = {name: plan[generic(name)].partition(":") for name in layers}
         styles = {name: style for name, (style, _, _) in given.items()}
         fused = {
@@ -334,7 +334,7 @@ class _Tracer:
             raise _NoPlanError(f"the trial run did not reach {missed[0]!r}")
         return list(seen)
 
-    def sums_up(self, guess: Guess) -> bool:
+    def sums_up(self, guess: PlanGuess) -> bool:
         """Whether the results of row-parallel layers are the sums of those of all ranks."""
         rowwise = {n: guess.layers[n] for n, s in guess.styles.items() if s == "rowwise"}
         whole: list[Tensor] = []
@@ -359,7 +359,7 @@ class _Tracer:
         sums = (sum(parts[1:], parts[0]) for parts in zip(*addends, strict=True))
         return all(map(_equal, sums, whole))
 
-    def inner_modules(self, guess: Guess, inside: tuple[str, ...]) -> list[str]:
+    def inner_modules(self, guess: PlanGuess, inside: tuple[str, ...]) -> list[str]:
         """Modules between column-parallel and row-parallel layers that have parameters.
 
         A rank computes the gradients of these from its own heads only, so they must be added. They are
