@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from zeroshard.comm.agreement import alike_plans, mismatch_text, plans_of, post_plan
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.env import run_name
-from zeroshard.comm.store_keys import FAILED, Rendezvous, Store, namespace, no_check, ranks_key
+from zeroshard.comm.store_keys import FAILED, Rendezvous, namespace, no_check, ranks_key
 from zeroshard.core.texts import rank_ranges
 from zeroshard.errors import RankMismatch, UsageError, in_short
 from zeroshard.parallel.cut_layer import draws
