@@ -319,11 +319,7 @@ def _written(reports: Sequence[Mapping[str, Any]]) -> tuple[list[SavedFile], _Fo
 def _saved_parameters(
     reports: Sequence[Mapping[str, Any]], decision: SaveDecision, found: _Found
 ) -> dict[str, SavedParameter]:
-    """The rows of all parameters. Adds values without elements, which have no fragments, to ``found``.
-
-    Raises:
-        CheckpointError: ranks describe a parameter differently, or none saved it.
-    """
+    """The rows of all parameters. Adds values without elements, which have no fragments, to ``found``."""
     scalars = merged(part["scalars"] for part in reports)
     groups = merged(part["groups"] for part in reports)
     parameters = {}
@@ -347,11 +343,7 @@ def _saved_parameters(
 
 
 def _agreed(what: str, tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The union of the ranks' tables. A name must have the same row in all tables that have it.
-
-    Raises:
-        CheckpointError: it has not.
-    """
+    """The union of the ranks' tables. A name must have the same row in all tables that have it."""
     found: dict[str, Any] = {}
     first: dict[str, int] = {}
     for rank, table in enumerate(tables):
@@ -409,10 +401,7 @@ def described(buffers: Mapping[str, Tensor]) -> dict[str, list[Any]]:
 
 
 def _nearest(holders: Sequence[int], dp_ranks: Sequence[int], world_size: int) -> list[int]:
-    """For each rank the holder whose copy stands for it.
-
-    It is the rank itself, or else the first holder with the same samples, or else the first one.
-    """
+    """For each rank whose copy it loads: its own, that of the first with its samples, or the first."""
     data = dp_ranks or range(world_size)
     first: dict[int, int] = {}
     for rank in holders:

@@ -89,9 +89,6 @@ class PartitionedActivations:
 
         On an accelerator the comparison of one tensor is read when the next one is needed, so that the
         host does not wait.
-
-        Raises:
-            UsageError: it is not.
         """
         self._unread.append(differs)
         while len(self._unread) > (1 if ops_of(differs.device).is_async else 0):

@@ -144,11 +144,7 @@ def compute_elastic_config(
 
 
 def _micro_batches(section: Mapping[str, Any]) -> tuple[list[int], int]:
-    """The sizes of micro-batches, ascending, and the largest batch.
-
-    Raises:
-        ConfigError: they are not understood.
-    """
+    """The sizes of micro-batches, ascending, and the largest batch."""
     micros = sorted({int(size) for size in section.get("micro_batch_sizes", [2, 4, 6])})
     most = int(section.get("max_train_batch_size", 2000))
     if not micros or micros[0] < 1 or micros[-1] > most:

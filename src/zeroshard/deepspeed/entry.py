@@ -79,11 +79,7 @@ def initialize(
 
 
 def _pipeline_engine() -> type[PipelineEngine]:
-    """``PipelineEngine``, or the class that the program has put into the package in its place.
-
-    Raises:
-        UsageError: it is no class derived from ``PipelineEngine``.
-    """
+    """``PipelineEngine``, or the class that the program has put into the package in its place."""
     for package in ("deepspeed", __name__.rpartition(".")[0]):
         found = vars(sys.modules[package]).get("PipelineEngine") if package in sys.modules else None
         if found in (None, PipelineEngine):

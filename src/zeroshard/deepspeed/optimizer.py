@@ -270,11 +270,7 @@ class DeepSpeedZeRoOffload:
         self.forward_hooks, self.backward_hooks = list(hooks.on_modules), list(hooks.on_params)
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """Attach the hooks of the engine's model again.
-
-        Raises:
-            UsageError: ``module`` is not the engine's model.
-        """
+        """Attach the hooks of the engine's model again."""
         if module is not self.module:
             raise UsageError(
                 f"_register_deepspeed_module got a {type(module).__name__} that is not the engine's "

@@ -137,11 +137,7 @@ class PipeSchedule(ABC):
         return 0 <= stage_id < self.stages
 
     def _buffer_idx(self, micro_batch_id: int) -> int:
-        """The buffer of a micro-batch: they are used in turns.
-
-        Raises:
-            UsageError: there is no such micro-batch.
-        """
+        """The buffer of a micro-batch: they are used in turns."""
         if not self._valid_micro_batch(micro_batch_id):
             raise UsageError(
                 f"{type(self).__name__}: micro-batch {micro_batch_id} of {self.micro_batches} has no "

@@ -380,11 +380,7 @@ class PipelineModule(PipelineModel):
 def _topology(
     num_stages: int | None, topology: ProcessTopology | None, world_size: int
 ) -> ProcessTopology:
-    """The given topology, or that of ``num_stages``.
-
-    Raises:
-        UsageError: neither is given, both differ, or they do not fit to the number of ranks.
-    """
+    """The given topology, or that of ``num_stages``."""
     if topology is None:
         if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
             raise UsageError(
