@@ -136,12 +136,9 @@ def _flag(value: object) -> bool:
     word = str(value).strip().lower()
     if word in ("true", "false", "1", "0"):
         meant = "true" if word in ("true", "1") else "false"
-        raise problem(f"must be true or false, not {_kind(value)} {show(value)}; write {meant}")
+        kind = "string" if isinstance(value, str) else "number"
+        raise problem(f"must be true or false, not the {kind} {show(value)}; write {meant}")
     raise problem(f"must be true or false, not {show(value)}")
-
-
-def _kind(value: object) -> str:
-    return "the string" if isinstance(value, str) else "the number"
 
 
 def _text(value: object) -> str:

@@ -156,8 +156,10 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
 
 
 def check_model_on(mesh: Mesh, model: nn.Module, settings: Config) -> None:
-    """Check the model against the mesh, before it is cut. Attention is registered by its module only."""
-    if mesh.sequence > 1 or "zeroshard.sequence.attention" in sys.modules:
+    """Check the model against the mesh, before it is cut."""
+    # Attention is that of Transformers, in which only its module registers it.
+    is_registered = "zeroshard.sequence.attention" in sys.modules
+    if "transformers.modeling_utils" in sys.modules and (mesh.sequence > 1 or is_registered):
         from zeroshard.sequence.attention import check_attention
 
         check_attention(model, mesh.sequence)

@@ -104,7 +104,7 @@ def save_pretrained(
         if adapters:
             state = _state_dict(engine, call, weights)
             agreed = _Agreed(engine, call)
-            agreed.run(_save_adapters, module, save_dir, state)
+            agreed.run(module.save_pretrained, str(save_dir), state_dict=state)
         else:
             agreed = _write(
                 engine, call, weights, save_dir, filename=SAFETENSORS, max_shard_size=max_shard_size
@@ -233,12 +233,12 @@ class _Agreed:
         self._call = call
         self._failure: Exception | None = None
 
-    def run(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Call ``work(*args)`` on rank 0, unless earlier work failed."""
+    def run(self, work: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call ``work`` on rank 0, unless earlier work failed."""
         if not self._engine.is_main_rank or self._failure is not None:
             return None
         try:
-            return work(*args)
+            return work(*args, **options)
         except Exception as error:  # settle() raises it on all ranks
             self._failure = error
             return None
@@ -348,7 +348,3 @@ def _save_config(module: nn.Module, save_dir: Path, weights: _Weights) -> None:
     generation: Any = getattr(module, "generation_config", None)
     if hasattr(generation, "save_pretrained"):
         generation.save_pretrained(str(save_dir))
-
-
-def _save_adapters(module: Any, save_dir: str | Path, state: dict[str, Tensor]) -> None:
-    module.save_pretrained(str(save_dir), state_dict=state)
