@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zeroshard_testing import on_ranks
 
 from zeroshard import Engine
-from zeroshard.comm.collectives import PlainMemory
+from zeroshard.comm.collectives import CommMemory
 from zeroshard.memory.storage import resize
 
 DEPTH = 12
@@ -160,14 +160,14 @@ def test_a_program_may_go_on_after_a_gather_that_had_no_memory():
     expected = model(x).detach()
     calls: list[int] = []
 
-    def refusing(_memory: PlainMemory, flat: Tensor, nbytes: int) -> None:
+    def refusing(_memory: CommMemory, flat: Tensor, nbytes: int) -> None:
         if nbytes:
             calls.append(nbytes)
             if len(calls) == 5:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
         resize(flat, nbytes)
 
-    with kit.engine(model, 3) as engine, mock.patch.object(PlainMemory, "resize", refusing):
+    with kit.engine(model, 3) as engine, mock.patch.object(CommMemory, "resize", refusing):
         with pytest.raises(torch.OutOfMemoryError, match="ZeroShard: the memory of rank"):
             engine(x)
         assert torch.equal(engine(x).detach(), expected)

@@ -221,17 +221,19 @@ def first_line(error: BaseException) -> str:
     return line.split(". This may indicate")[0][:120]
 
 
-class CommMemory(Protocol):
-    """Gives memory for the tensors of one communicator's collectives."""
+class CommMemory:
+    """Gives memory for the tensors of one communicator's collectives: that of torch's allocator."""
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """``[numel]``, with undefined contents."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def use(self) -> AbstractContextManager[object]:
         """A context in which what this thread allocates is such memory."""
+        return nullcontext()
 
-    def resize(self, flat: Tensor, nbytes: int) -> None:
-        """Give the storage of ``flat`` ``nbytes`` of memory, with undefined contents."""
+    #: Gives the storage of a flat tensor so many bytes, with undefined contents, in one call.
+    resize = staticmethod(storage.resize)
 
     def forget(self) -> None:
         """The communicator is about to be aborted. Any thread may call this."""
@@ -240,25 +242,7 @@ class CommMemory(Protocol):
         """The communicator ends. Tensors keep their memory."""
 
 
-class PlainMemory:
-    """Memory of torch's allocator. See :class:`CommMemory`."""
-
-    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def use(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    resize = staticmethod(storage.resize)  # no call more than without this class
-
-    def forget(self) -> None:
-        """See :class:`CommMemory`."""
-
-    def close(self) -> None:
-        """See :class:`CommMemory`."""
-
-
-PLAIN = PlainMemory()
+PLAIN = CommMemory()
 
 
 def memory_of(comm: object) -> CommMemory:

@@ -59,6 +59,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -224,20 +225,16 @@ class TwoHops(KeepsScratch):
             )
 
 
+@dataclass(slots=True, eq=False)
 class _InParts:
     """A collective in flight that blocks the host. :meth:`send` waits for the first part."""
 
-    __slots__ = ("_comm", "_first", "_second", "_started", "hop", "is_sent")
-
-    def __init__(
-        self, comm: TwoHops, first: Handle, second: Callable[[], Handle], hop: Comm
-    ) -> None:
-        self._comm = comm
-        self._first: Handle | None = first  # it keeps its buffers alive
-        self._second: Callable[[], Handle] | None = second
-        self._started: Handle | None = None
-        self.hop = hop
-        self.is_sent = False
+    _comm: TwoHops
+    _first: Handle | None  # it keeps its buffers alive
+    _second: Callable[[], Handle] | None
+    hop: Comm
+    _started: Handle | None = None
+    is_sent: bool = False
 
     def send(self) -> None:
         first, self._first = self._first, None
@@ -255,15 +252,13 @@ class _InParts:
             started.wait()
 
 
+@dataclass(slots=True, eq=False)
 class _Later:
     """The handle of a collective that was called after ``last``."""
 
-    __slots__ = ("_comm", "_handle", "_last")
-
-    def __init__(self, comm: TwoHops, last: _InParts, handle: Handle) -> None:
-        self._comm = comm
-        self._last = last
-        self._handle = handle
+    _comm: TwoHops
+    _last: _InParts
+    _handle: Handle
 
     def wait(self) -> None:
         self._comm.send_through(self._last)

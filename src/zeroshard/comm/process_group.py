@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import (
     DONE,
     Comm,
+    CommMemory,
     ErrorExplainer,
     Handle,
     KeepsScratch,
@@ -53,14 +55,12 @@ _NATIVE = frozenset(
 _AllgatherOptions: Any = vars(dist.distributed_c10d)["AllgatherOptions"]  # torch does not export it
 
 
+@dataclass(slots=True, eq=False)
 class JointHandle:
     """The handle of collectives that were started as one. All whose tensors they fill wait for it."""
 
-    __slots__ = ("_error", "_handle")
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle: Handle = handle
-        self._error: BaseException | None = None
+    _handle: Handle
+    _error: BaseException | None = None
 
     def wait(self) -> None:
         """See :class:`Handle`. After an error every wait raises it: no result is complete."""
@@ -82,31 +82,21 @@ class BoundCollectives:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        # torch 2.13 renamed these two
-        gather: Any = getattr(group, "all_gather_single", None) or group._allgather_base
-        scatter: Any = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
-        gather_options, scatter_options = _AllgatherOptions(), dist.ReduceScatterOptions()
-        gather_options.asyncOp = scatter_options.asyncOp = True
-        self.all_gather: Callable[[Tensor, Tensor], Any] = lambda full_N, shard_S: gather(
-            full_N, shard_S, gather_options
-        )
-        self.reduce_scatter: Callable[[Tensor, Tensor], Any] = lambda out_S, full_N: scatter(
-            out_S, full_N, scatter_options
-        )
+        gather, scatter = _AllgatherOptions(), dist.ReduceScatterOptions()
+        gather.asyncOp = scatter.asyncOp = True
+
+        def bound(name: str, old: str, options: Any) -> Callable[[Any, Any], Any]:
+            call: Any = getattr(group, name, None) or getattr(group, old)  # torch 2.13 renamed them
+            return lambda out, source: call(out, source, options)
+
+        self.all_gather = bound("all_gather_single", "_allgather_base", gather)
+        self.reduce_scatter = bound("reduce_scatter_single", "_reduce_scatter_base", scatter)
         # Of lists of tensors; NCCL starts each list as one group, which is one launch.
-        gathers: Any = (
-            getattr(group, "all_gather_single_coalesced", None)
-            or group.allgather_into_tensor_coalesced
+        self.joint_all_gather = bound(
+            "all_gather_single_coalesced", "allgather_into_tensor_coalesced", gather
         )
-        scatters: Any = (
-            getattr(group, "reduce_scatter_single_coalesced", None)
-            or group.reduce_scatter_tensor_coalesced
-        )
-        self.joint_all_gather: Callable[[list[Tensor], list[Tensor]], Any] = lambda full, shards: (
-            gathers(full, shards, gather_options)
-        )
-        self.joint_reduce_scatter: Callable[[list[Tensor], list[Tensor]], Any] = lambda out, full: (
-            scatters(out, full, scatter_options)
+        self.joint_reduce_scatter = bound(
+            "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", scatter
         )
         self.broadcast: Callable[..., Any] = partial(dist.broadcast, group=group, async_op=True)
         self.all_to_all: Callable[..., Any] = partial(
@@ -118,7 +108,7 @@ class ProcessGroupComm(RecordedComm):
     """The stock collectives of a process group: NCCL, torch's fake backend and others.
 
     The backend decides the order of a sum. With two ranks it is rank order; with more, NCCL adds around a
-    ring, in the dtype of the buffer. For gloo see :class:`zeroshard.comm.process_group.GlooComm`.
+    ring, in the dtype of the buffer. For gloo see :class:`GlooComm`.
     """
 
     def __init__(
@@ -293,16 +283,14 @@ class ProcessGroupComm(RecordedComm):
         self.recorder.close()
 
 
+@dataclass(slots=True, eq=False)
 class _Pending:
     """A stock collective in flight; it keeps the buffers alive until the wait."""
 
-    __slots__ = ("_buffers", "_comm", "_item", "_work")
-
-    def __init__(self, comm: ProcessGroupComm, item: Item, work: Any, buffers: Any) -> None:
-        self._comm = comm
-        self._item = item
-        self._work = work
-        self._buffers = buffers
+    _comm: ProcessGroupComm
+    _item: Item
+    _work: Any
+    _buffers: Any
 
     def wait(self) -> None:
         work, self._work = self._work, None
@@ -365,7 +353,7 @@ def _nothing() -> None:
     """All was received in place."""
 
 
-class RegisteredMemory:
+class RegisteredMemory(CommMemory):
     """Memory of a pool that one communicator has registered. See :class:`CommMemory`."""
 
     def __init__(self, backend: Any, pool: DevicePool) -> None:

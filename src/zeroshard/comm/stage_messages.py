@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,30 +60,25 @@ def channels_of(ranks: Sequence[int], rank: int) -> list[Channel]:
     return sorted(found)
 
 
+@dataclass(slots=True, eq=False)
 class _Line:
     """One channel, as this rank uses it.
 
-    ``link``: through shared memory; None: through the process group. ``postponed``: the receives of
-    [Note: postponed receives] that have not started.
+    ``at``: the peer in the process group. ``link``: through shared memory; None: through the process
+    group. ``postponed``: the receives of [Note: postponed receives] that have not started.
     """
 
-    __slots__ = ("at", "entries", "link", "peer", "postponed", "recorder", "sends")
-
-    def __init__(
-        self, recorder: Recorder, peer: int, at: int, link: ShmLink | None, *, sends: bool
-    ) -> None:
-        self.recorder = recorder
-        self.entries = recorder.entries("message")
-        self.peer = peer
-        self.at = at  # the peer in the process group
-        self.link = link
-        self.sends = sends
-        self.postponed: deque[_Postponed] = deque()
+    recorder: Recorder
+    peer: int
+    at: int
+    link: ShmLink | None
+    sends: bool
+    postponed: deque[_Postponed] = field(default_factory=deque)
 
     def record(self, name: str, tensor: Tensor) -> Item:
         """Record one message. To be called right before it starts."""
         numel = tensor.numel()
-        entry = self.entries[name]
+        entry = self.recorder.entries("message")[name]
         return self.recorder.enter(entry, tensor, numel, numel if self.sends else 0)
 
 
@@ -126,7 +122,7 @@ class StageMessages:
             sends = channel.source == rank
             peer = channel.target if sends else channel.source
             at, link = dist.get_group_rank(group, peer), (links or {}).get(channel)
-            line = _Line(recorder, peer, at, link, sends=sends)
+            line = _Line(recorder, peer, at, link, sends)
             (self._to if sends else self._from)[peer] = line
         self._arriving: list[tuple[Recorder, Item]] = []
 
@@ -271,14 +267,14 @@ def _in_turn(line: _Line, start: Callable[[], list[Handle]], shapes: Shapes | No
     return made
 
 
+@dataclass(slots=True, eq=False)
 class Shapes:
     """Shapes on their way. ``packet``: their contents, after :meth:`wait`."""
 
-    def __init__(self, packet: Tensor) -> None:
-        self.packet = packet
-        self.have_arrived = False
-        self.message: Handle | None = None  # once it has started
-        self.started: _Postponed | None = None
+    packet: Tensor
+    have_arrived: bool = False
+    message: Handle | None = None  # once it has started
+    started: _Postponed | None = None
 
     def wait(self) -> None:
         """Return when they have arrived."""
@@ -291,21 +287,14 @@ class Shapes:
             self.have_arrived = True
 
 
+@dataclass(slots=True, eq=False)
 class _Postponed:
     """One receive of [Note: postponed receives]. ``queue``: of its channel, with this receive."""
 
-    __slots__ = ("_messages", "_shapes", "_start", "queue")
-
-    def __init__(
-        self,
-        queue: deque[_Postponed],
-        start: Callable[[], list[Handle]],
-        shapes: Shapes | None,
-    ) -> None:
-        self.queue = queue
-        self._start = start
-        self._shapes = shapes
-        self._messages: list[Handle] | None = None
+    queue: deque[_Postponed]
+    _start: Callable[[], list[Handle]]
+    _shapes: Shapes | None
+    _messages: list[Handle] | None = None
 
     def start_in_turn(self) -> None:
         """Start this receive after all that are before it, and then those that need not wait."""
@@ -329,15 +318,13 @@ class _Postponed:
             message.wait()
 
 
+@dataclass(slots=True, eq=False)
 class _Message:
     """A message in flight."""
 
-    __slots__ = ("_item", "_recorder", "_work")
-
-    def __init__(self, work: Any, recorder: Recorder, item: Item) -> None:
-        self._work = work
-        self._recorder = recorder
-        self._item = item
+    _work: Any
+    _recorder: Recorder
+    _item: Item
 
     def wait(self) -> None:
         """Return when it was sent, or has arrived."""
