@@ -190,6 +190,10 @@ class ZeroStage(PipelineStage):
     def _warmup_forward_vote(self, *_: Any, **__: Any) -> Any:
         return _Agreed()
 
+    def _is_same_rank(self, other_stage: int) -> bool:
+        """What torch sends other ranks before a step: nothing. (It refuses to in a fake group.)"""
+        return True
+
     def _warmup_backward_result(self, *_: Any, **__: Any) -> Any:
         return _Agreed()
 
