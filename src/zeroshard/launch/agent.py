@@ -119,12 +119,13 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path, guardian: Guardian) 
     watch = _Watch(run, streams, guardian)
     opened = ExitStack()
     try:
-        with _quiet_torch(run.verbose), _signals(prompt=run.num_nodes > 1):
+        _quiet_torch(run.verbose)
+        with _signals(prompt=run.num_nodes > 1):
             common = opened.enter_context(_common_store(run))
             _make_agent(run, watch, _Logs(scratch, streams, run.env), common).run()
     except (SignalException, KeyboardInterrupt) as error:
         stopped_by = getattr(error, "sigval", signal.SIGINT)
-        if not watch.started:
+        if watch.supervisor is None:
             streams.finish(release=True)
             text = f"stopped by {stopped_by.name} before any rank ran."
             print(f"zeroshard: {text}", file=console)
@@ -175,10 +176,6 @@ class _Watch:
         self._ignored = {n for n in _HANDLED if signal.getsignal(n) is signal.SIG_IGN}
         self.supervisor: WorkerSupervisor | None = None
         self._pids: tuple[int, ...] = ()
-
-    @property
-    def started(self) -> bool:
-        return self.supervisor is not None
 
     @property
     def deaths(self) -> list[RankExit]:
@@ -286,11 +283,7 @@ class _Logs(LogsSpecs):
 
 @contextmanager
 def _common_store(run: NodeRun) -> Iterator[CommonStore]:
-    """A context with the store of one attempt. On one node its port is free, unless one is given.
-
-    Raises:
-        LaunchError: it cannot be opened, or reached.
-    """
+    """A context with the store of one attempt. On one node its port is free, unless one is given."""
     if run.num_nodes == 1:
         yield store_of_one_host(run.master_addr or LOOPBACK, run.master_port or 0)
         return
@@ -324,15 +317,13 @@ def _make_agent(run: NodeRun, watch: _Watch, logs: _Logs, common: CommonStore) -
     return _Agent(spec, logs, watch)
 
 
-@contextmanager
-def _quiet_torch(verbose: bool) -> Iterator[None]:
+def _quiet_torch(verbose: bool) -> None:
     """Keep the agent's own log lines off the console, since the report has their content."""
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # read in this process too
     root = "torch.distributed.elastic"
     if not verbose:
         for name in [n for n in logging.root.manager.loggerDict if n.startswith(root)]:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    yield
 
 
 @contextmanager

@@ -179,15 +179,10 @@ def _apply(
     _check_names(hosts, wanted, option)
     result: list[Host] = []
     for host in hosts:
-        named = host.name in wanted
-        listed = wanted.get(host.name)
-        slots = host.slots if listed is None else tuple(s for s in host.slots if s in listed)
-        if keep and named:
+        listed = wanted.get(host.name, ())
+        named = [slot for slot in host.slots if listed is None or slot in listed]
+        if slots := tuple(slot for slot in host.slots if (slot in named) == keep):
             result.append(Host(host.name, slots))
-        elif not keep:
-            rest = tuple(s for s in host.slots if not named or s not in slots)
-            if rest:
-                result.append(Host(host.name, rest))
     return tuple(result)
 
 

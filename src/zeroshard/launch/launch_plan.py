@@ -107,11 +107,7 @@ def _plan(
 
 
 def _mpi_rank(request: LaunchRequest, env: Mapping[str, str]) -> ExecAsRank | None:
-    """The rank that this process becomes if mpirun has started one process for each.
-
-    Raises:
-        LaunchError: ``--nproc`` asks for another number of ranks.
-    """
+    """The rank that this process becomes if mpirun has started one process for each."""
     if request.no_ssh:
         return None
     started = mpi_rank_env(env, request.master_addr, request.master_port)
@@ -127,11 +123,7 @@ def _mpi_rank(request: LaunchRequest, env: Mapping[str, str]) -> ExecAsRank | No
 
 
 def _slurm_rank(request: LaunchRequest, job: SlurmJob) -> ExecAsRank:
-    """The rank that this process becomes: SLURM has started one task for each.
-
-    Raises:
-        LaunchError: ``--nproc`` asks for another number of ranks.
-    """
+    """The rank that this process becomes: SLURM has started one task for each."""
     if request.nproc is not None:
         raise LaunchError(
             f"SLURM started {job.num_tasks} tasks on {len(job.hosts)} nodes, and each becomes "
@@ -268,11 +260,7 @@ def _plan_step(request: LaunchRequest, job: SlurmJob) -> RunHere:
 
 
 def _slurm_hosts(request: LaunchRequest, job: SlurmJob) -> tuple[tuple[Host, ...], int | None]:
-    """The hosts that srun starts a launcher on, and the ranks of each; None: it finds them.
-
-    Raises:
-        LaunchError: the hosts would have different numbers of ranks.
-    """
+    """The hosts that srun starts a launcher on, and the ranks of each; None: it finds them."""
     nproc = request.nproc or job.tasks_per_node or None
     if request.hostfile:
         hosts = _in_order_of(job, _listed_hosts(request, request.hostfile))
@@ -440,11 +428,7 @@ def _check_launcher(request: LaunchRequest) -> None:
 
 
 def _check_effect(request: LaunchRequest, decision: LaunchPlan) -> None:
-    """Check that no option would be without effect under ``decision``.
-
-    Raises:
-        LaunchError: an option would be.
-    """
+    """Check that no option would be without effect under ``decision``."""
     if request.venv_script is not None and isinstance(decision, (RunHere, ExecAsRank)):
         raise LaunchError(
             f"--venv_script {request.venv_script!r} is for launchers that are started on other hosts. "

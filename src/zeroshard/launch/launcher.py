@@ -138,11 +138,7 @@ def _run_nodes(
 
 @contextmanager
 def _pid_file() -> Iterator[None]:
-    """A context in which ``/tmp/<id>.deepspeed`` holds this process's id, as with DeepSpeed's launcher.
-
-    Raises:
-        LaunchError: the file cannot be written.
-    """
+    """A context in which ``/tmp/<id>.deepspeed`` holds this process's id, as with DeepSpeed."""
     path = _PID_FOLDER / f"{os.getpid()}.deepspeed"
     try:
         path.unlink(missing_ok=True)  # left by a killed launcher that had the same process id
@@ -168,7 +164,13 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     if here.num_nodes > 1 and here.master_addr is not None:
         check_address(here.master_addr, here.master_port)
     num_local = here.num_local or _visible_gpus()
-    warnings = _memory_warnings(request, num_local)
+    expected = request.expect_memory_per_rank
+    warnings = check_memory(
+        host_limits(),
+        num_local=num_local,
+        expected_nbytes=parse_nbytes(expected, "--expect-memory-per-rank") if expected else None,
+        shm_nbytes=read_shm_nbytes(),
+    )
     if not request.quiet:
         for text in (*warnings, *_shadow_warning(request), *_secret_warning(here, secret)):
             print(f"zeroshard: {text}", file=console)
@@ -182,21 +184,6 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     if request.max_restarts:
         return restart_here(request, here, node, run_id=_run_id(), console=console)
     return run_node(node, console).exitcode
-
-
-def _memory_warnings(request: LaunchRequest, num_local: int) -> tuple[str, ...]:
-    """What the memory of this host may not suffice for.
-
-    Raises:
-        LaunchError: it cannot suffice.
-    """
-    expected = request.expect_memory_per_rank
-    return check_memory(
-        host_limits(),
-        num_local=num_local,
-        expected_nbytes=parse_nbytes(expected, "--expect-memory-per-rank") if expected else None,
-        shm_nbytes=read_shm_nbytes(),
-    )
 
 
 def _node_run(request: LaunchRequest, here: RunHere, num_local: int, secret: str) -> NodeRun:
@@ -287,11 +274,7 @@ def _local_rank_at(request: LaunchRequest) -> int:
 
 
 def _check_script(request: LaunchRequest) -> None:
-    """Check that the script or program exists: one error here instead of one per rank.
-
-    Raises:
-        LaunchError: it does not exist.
-    """
+    """Check that the script or program exists: one error here instead of one per rank."""
     if request.no_python:
         if shutil.which(request.script) is None:
             raise LaunchError(

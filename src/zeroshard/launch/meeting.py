@@ -24,7 +24,7 @@ from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.launch_plan import RunHere
 from zeroshard.launch.options import LaunchRequest
-from zeroshard.launch.restart import Answers, Team, say
+from zeroshard.launch.restart import Team, logs_of, say
 from zeroshard.launch.restarting import host_of, on_slots
 from zeroshard.launch.usable import usable_slots
 from zeroshard.run.address import unused_port
@@ -70,7 +70,7 @@ class Meeting:
     def __init__(self, store: Any, node_rank: int, num_nodes: int) -> None:
         self._store = store
         self.node_rank, self.num_nodes = node_rank, num_nodes
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._seen: dict[int, tuple[int | None, float]] = {}  # beats, and since when they stand
 
     def write(self, key: str, value: object) -> None:
         self._store.set(key, json.dumps(value))
@@ -79,22 +79,16 @@ class Meeting:
         """The value of a key; None if it is not there yet."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def beat(self, count: int) -> None:
-        self._store.set(f"beat/{self.node_rank}", str(count))
-
     def fail(self, number: int) -> None:
         """Tell the other nodes that attempt ``number`` has failed here."""
-        self._store.set(f"failed/{number}", "true")
+        self.write(f"failed/{number}", True)
 
     def is_gone(self, node: int) -> bool:
         """Whether a node's beat stands still. Node 0 asks again and again."""
-        now_s, key = time.monotonic(), f"beat/{node}"
-        beat = self._store.get(key) if self._store.check([key]) else b""
-        last, since_s = self._seen.get(node, (None, now_s))
-        if beat != last:
-            since_s = now_s
-        self._seen[node] = (beat, since_s)
-        return now_s - since_s > GONE_S
+        now_s, beat = time.monotonic(), self.read(f"beat/{node}")
+        if node not in self._seen or self._seen[node][0] != beat:
+            self._seen[node] = (beat, now_s)
+        return now_s - self._seen[node][1] > GONE_S
 
 
 def restart_together(
@@ -148,34 +142,31 @@ class _Part:
             say(self.console, f"this node has no ranks in attempt {number}.")
             return ExitReport((), None, "", 0)
         part = on_slots(self.node, self.host, plan.slots[self.host.name])
-        logs = self.node.log_dir
+        rank, size, logs = list(plan.slots).index(self.host.name), len(plan.slots), part.log_dir
+        own = {
+            "CROSS_RANK": str(rank),
+            "CROSS_SIZE": str(size),
+            CHECKPOINT_DIR_VARIABLE: os.path.abspath(self.request.checkpoint_dir or "."),
+        }
         self.pulse.begin(
             number, [node for node in range(self.here.num_nodes) if _name(node) in plan.slots]
         )
         report = run_node(
             replace(
                 part,
-                num_nodes=len(plan.slots),
-                node_rank=list(plan.slots).index(self.host.name),
-                master_addr=self.node.master_addr if len(plan.slots) > 1 else None,
+                num_nodes=size,
+                node_rank=rank,
+                master_addr=part.master_addr if size > 1 else None,
                 master_port=plan.port,
                 attempt=str(number),
-                env={**part.env, **plan.env, **self._numbers(plan)},
-                log_dir=logs / f"attempt{number}" if logs and number else logs,
+                env={**part.env, **plan.env, **own},
+                log_dir=logs and logs_of(logs, number),
             ),
             self.console,
         )
         if report.exitcode:
             self._meeting.fail(number)
         return report
-
-    def _numbers(self, plan: AttemptPlan) -> dict[str, str]:
-        rank = list(plan.slots).index(self.host.name)
-        return {
-            "CROSS_RANK": str(rank),
-            "CROSS_SIZE": str(len(plan.slots)),
-            CHECKPOINT_DIR_VARIABLE: os.path.abspath(self.request.checkpoint_dir or "."),
-        }
 
     def end(self, report: ExitReport) -> NodeEnd:
         """What the other launchers must know. Asks for usable slots only after a failure."""
@@ -189,11 +180,7 @@ def _lead(meeting: Meeting, part: _Part, run_id: str) -> int:
     """Node 0: run all attempts, and tell the others."""
     hosts = _arrived(meeting)
     answers: dict[str, tuple[int, ...] | None] = {}
-
-    def ask() -> Answers:
-        return answers
-
-    team = Team(part.request, hosts, ask, run_id=run_id, console=part.console)
+    team = Team(part.request, hosts, lambda: answers, run_id=run_id, console=part.console)
 
     def run(number: int) -> ExitReport:
         slots = {host.name: host.slots for host in team.now}
@@ -206,15 +193,11 @@ def _lead(meeting: Meeting, part: _Part, run_id: str) -> int:
         return joined(report, ends, [*slots])
 
     try:
-        code = team.run(run)
-    except BaseException:
-        code = 1
-        raise
+        return team.run(run)
     finally:
         with contextlib.suppress(Exception):  # another error ends the run
             meeting.write("end", 1)
             _wait_for_farewells(meeting)
-    return code
 
 
 def _follow(meeting: Meeting, part: _Part) -> int:
@@ -228,9 +211,9 @@ def _follow(meeting: Meeting, part: _Part) -> int:
         meeting.write(f"farewell/{meeting.node_rank}", 1)
     except KeyboardInterrupt:
         return 130
-    except Exception as error:
-        if not _is_of_store(error):
-            raise
+    except LaunchError:
+        raise
+    except (RuntimeError, OSError) as error:  # of the store
         raise LaunchError(
             "node 0 does not answer. It decides about restarts, so the run ends here. Start the command "
             "again on all hosts that are left."
@@ -245,21 +228,17 @@ def joined(
 
     The cause is the first failure that is not a consequence of another one.
     """
-    there = {_name(node): end for node, end in ends.items()}
-    gone = [name for name in taking_part if there[name] is None]
-    all_ends = [end for end in ends.values() if end is not None]
-    cause = _cause(own, [end for end in all_ends if end.exitcode], gone)
-    return replace(cause, interrupted=any(end.interrupted for end in all_ends))
+    by_name = {_name(node): end for node, end in ends.items()}
+    gone = [name for name in taking_part if by_name[name] is None]
+    there = [end for end in ends.values() if end is not None]
+    cause = _cause(own, [end for end in there if end.exitcode], gone)
+    return replace(cause, interrupted=any(end.interrupted for end in there))
 
 
 def _cause(own: ExitReport, failed: Sequence[NodeEnd], gone: Sequence[str]) -> ExitReport:
-    """The report of the first failure that is not a consequence of another one."""
-    if not failed and not gone:
+    if not (failed or gone) or (own.exitcode and not own.consequence):
         return own
-    if own.exitcode and not own.consequence:
-        return own
-    causes = [end for end in failed if not end.consequence]
-    if causes:
+    if causes := [end for end in failed if not end.consequence]:
         return ExitReport(causes[0].lines, None, "", causes[0].exitcode)
     lines = tuple(f"{name} does not answer." for name in gone) or own.lines
     return ExitReport(lines, None, "", own.exitcode or EXIT_SURVIVOR)
@@ -366,7 +345,7 @@ def _beating(meeting: Meeting, pulse: _Pulse) -> Iterator[None]:
         count = 0
         with contextlib.suppress(Exception):  # node 0 is gone; the main thread says so
             while True:
-                meeting.beat(count)
+                meeting.write(f"beat/{meeting.node_rank}", count)
                 pulse.look(meeting)
                 count += 1
                 if ended.wait(BEAT_S):
@@ -379,10 +358,6 @@ def _beating(meeting: Meeting, pulse: _Pulse) -> Iterator[None]:
     finally:
         ended.set()
         thread.join(BEAT_S)
-
-
-def _is_of_store(error: BaseException) -> bool:
-    return isinstance(error, (RuntimeError, OSError)) and not isinstance(error, LaunchError)
 
 
 def _name(node: int) -> str:

@@ -37,8 +37,8 @@ class Option:
     refused: str = ""
 
 
-def _option(default: Any, *names: str, **how: Any) -> Any:
-    return field(default=default, metadata={"option": Option(names, **how)})
+def _option(default: Any, names: str, **how: Any) -> Any:
+    return field(default=default, metadata={"option": Option(tuple(names.split()), **how)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,59 +49,43 @@ class LaunchRequest:
     args: tuple[str, ...] = ()
     nproc: int | None = _option(
         None,
-        "--nproc",
-        "--nproc_per_node",
-        "--nproc-per-node",
-        "--num_gpus",
-        "--num-gpus",
-        "--num_accelerators",
+        "--nproc --nproc_per_node --nproc-per-node --num_gpus --num-gpus --num_accelerators",
         help="Number of ranks on each node. Default: one for each visible GPU, or one without a GPU.",
     )
     hostfile: str | None = _option(
-        None,
-        "--hostfile",
-        "-H",
-        help="File with the hosts of the run. Each line is 'host slots=N'.",
+        None, "--hostfile -H", help="File with the hosts of the run. Each line is 'host slots=N'."
     )
     include: str = _option(
-        "", "--include", "-i", help="Hosts and slots to use, for example 'host:0,1@host2'."
+        "", "--include -i", help="Hosts and slots to use, for example 'host:0,1@host2'."
     )
     exclude: str = _option(
-        "", "--exclude", "-e", help="Hosts and slots not to use, for example 'host:0,1@host2'."
+        "", "--exclude -e", help="Hosts and slots not to use, for example 'host:0,1@host2'."
     )
     num_nodes: int | None = _option(
         None,
-        "--num_nodes",
-        "--num-nodes",
-        "--nnodes",
+        "--num_nodes --num-nodes --nnodes",
         help="Number of nodes. With --hostfile, its first hosts are used.",
     )
     node_rank: int | None = _option(
-        None,
-        "--node_rank",
-        "--node-rank",
-        help="Number of this node, from 0. Only with --no_ssh.",
+        None, "--node_rank --node-rank", help="Number of this node, from 0. Only with --no_ssh."
     )
     master_addr: str | None = _option(
-        None, "--master_addr", "--master-addr", help="Address of node 0."
+        None, "--master_addr --master-addr", help="Address of node 0."
     )
     master_port: int | None = _option(
         None,
-        "--master_port",
-        "--master-port",
+        "--master_port --master-port",
         help="Port on node 0 where the ranks meet. Default: 29500, or a free port on a single node.",
     )
     module: bool = _option(
         False,
-        "--module",
-        "-m",
+        "--module -m",
         passed_on=True,
         help="SCRIPT is the name of a module. Ranks run python -m SCRIPT.",
     )
     no_python: bool = _option(
         False,
-        "--no_python",
-        "--no-python",
+        "--no_python --no-python",
         passed_on=True,
         help="SCRIPT is an executable program. Ranks run it without python.",
     )
@@ -113,20 +97,18 @@ class LaunchRequest:
     )
     as_deepspeed: str = _option(  # directory that is put first on the ranks' PYTHONPATH
         "",
-        "--as-deepspeed",
-        "--as_deepspeed",
+        "--as-deepspeed --as_deepspeed",
         passed_on=True,
         is_switch=True,
         help="In the script, `import deepspeed` imports ZeroShard.",
     )
     no_ssh: bool = _option(
         False,
-        "--no_ssh",
-        "--no-ssh",
+        "--no_ssh --no-ssh",
         help="Run the ranks of this node only. You start the command on the other nodes yourself.",
     )
     ssh_port: int | None = _option(
-        None, "--ssh_port", "--ssh-port", help="Port for ssh connections to the hosts."
+        None, "--ssh_port --ssh-port", help="Port for ssh connections to the hosts."
     )
     launcher: str | None = _option(  # None: srun in a SLURM job, else ssh
         None,
@@ -135,26 +117,23 @@ class LaunchRequest:
         "Default: srun in a SLURM job, else ssh.",
     )
     launcher_args: str = _option(
-        "", "--launcher_args", "--launcher-args", help="Options for ssh, srun or mpirun."
+        "", "--launcher_args --launcher-args", help="Options for ssh, srun or mpirun."
     )
     force_multi: bool = _option(
         False,
-        "--force_multi",
-        "--force-multi",
+        "--force_multi --force-multi",
         help="Start a separate launcher on each host, also if there is only one host.",
     )
     venv_script: str | None = _option(
         None,
-        "--venv_script",
-        "--venv-script",
+        "--venv_script --venv-script",
         metavar="FILE",
         help="Script that the shell of each host reads first, such as venv/bin/activate. Then the "
         "`python` on its PATH is used.",
     )
     bind_cores: bool = _option(
         False,
-        "--bind_cores_to_rank",
-        "--bind-cores-to-rank",
+        "--bind_cores_to_rank --bind-cores-to-rank",
         passed_on=True,
         help=(
             "Bind each rank to its own physical cores. OMP_NUM_THREADS is set to their number, "
@@ -163,30 +142,26 @@ class LaunchRequest:
     )
     bind_core_list: str | None = _option(
         None,
-        "--bind_core_list",
-        "--bind-core-list",
+        "--bind_core_list --bind-core-list",
         metavar="CORES",
         passed_on=True,
         help="Bind the ranks of a node to these cores, for example '0-3,8-11'.",
     )
     save_pid: bool = _option(
         False,
-        "--save_pid",
-        "--save-pid",
+        "--save_pid --save-pid",
         help="During the run, the file /tmp/<id>.deepspeed contains this launcher's process id.",
     )
     each_rank_log: str | None = _option(
         None,
-        "--enable_each_rank_log",
-        "--enable-each-rank-log",
+        "--enable_each_rank_log --enable-each-rank-log",
         metavar="DIR",
         passed_on=True,
         help="Write the output of each rank to DIR/rank<N>.log instead of the console.",
     )
     expect_memory_per_rank: str | None = _option(
         None,
-        "--expect-memory-per-rank",
-        "--expect_memory_per_rank",
+        "--expect-memory-per-rank --expect_memory_per_rank",
         metavar="SIZE",
         passed_on=True,
         help="Host memory that each rank will need, for example 12GB. If it is not free, the run does "
@@ -194,23 +169,20 @@ class LaunchRequest:
     )
     max_restarts: int = _option(
         0,
-        "--max-restarts",
-        "--max_restarts",
+        "--max-restarts --max_restarts",
         help="Start the ranks again after a failure, at most this many times. The program loads its "
         "newest checkpoint: load_checkpoint(DIR, missing_ok=True). Needs --checkpoint-dir.",
     )
     checkpoint_dir: str | None = _option(
         None,
-        "--checkpoint-dir",
-        "--checkpoint_dir",
+        "--checkpoint-dir --checkpoint_dir",
         metavar="DIR",
         help="Where the program saves checkpoints. Three attempts in a row without a newer one end the "
         "run. Only with --max-restarts.",
     )
     min_ranks: int | None = _option(
         None,
-        "--min-ranks",
-        "--min_ranks",
+        "--min-ranks --min_ranks",
         metavar="M",
         help="Before a restart, leave out hosts that do not answer and slots that cannot be used, and go "
         "on with at least M ranks. train_batch_size stays the same. Only with --max-restarts. Default: "
@@ -218,8 +190,7 @@ class LaunchRequest:
     )
     check_slot: str | None = _option(
         None,
-        "--check-slot",
-        "--check_slot",
+        "--check-slot --check_slot",
         metavar="COMMAND",
         help="With --min-ranks: a shell command that ends with exit code 0 if a slot can be used. It "
         "runs on the slot's host, with its number in ZEROSHARD_SLOT. Default: the slot's device is "
@@ -245,8 +216,7 @@ class LaunchRequest:
     )
     preempt_save_s: float = _option(
         0.0,
-        "--preempt-save-s",
-        "--preempt_save_s",
+        "--preempt-save-s --preempt_save_s",
         passed_on=True,
         help="Seconds that the ranks have to save after SIGTERM, SIGUSR1 or Ctrl-C. The signal goes to "
         "the ranks and not to their data-loader workers. If all ranks end with exit code 0, so does the "
@@ -254,13 +224,12 @@ class LaunchRequest:
     )
     log_level: str = _option(
         "warning",
-        "--log_level",
-        "--log-level",
+        "--log_level --log-level",
         passed_on=True,
         help="With info, debug or trace, messages of torch's elastic agent are printed too.",
     )
     quiet: bool = _option(
-        False, "--quiet", "-q", passed_on=True, help="Print no warnings before the start."
+        False, "--quiet -q", passed_on=True, help="Print no warnings before the start."
     )
     leash: bool = _option(  # another launcher controls this one through its standard input
         False, "--leash", hidden=True

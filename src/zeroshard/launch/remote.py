@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -193,24 +193,13 @@ def run_nodes(
     """
     processes = _started(commands, ssh)
     supervisor = WorkerSupervisor(processes, timeouts=timeouts, send=_send, ask=_send)
-    if ended := _supervise(supervisor, timeouts):
-        return ended
-    failed = [death for death in supervisor.deaths if death.exitcode != 0]
-    lines = tuple(_failures(commands, failed))
-    for line in lines:
-        print(f"zeroshard: {line}", file=console)
-    causes = [death for death in failed if death.exitcode != EXIT_SURVIVOR] or failed
-    return _report(lines, causes, supervisor)
+    return _supervise(supervisor, timeouts, lambda failed: _failures(commands, failed), console)
 
 
 def _started(
     commands: Sequence[NodeCommand], ssh: Sequence[str]
 ) -> dict[int, subprocess.Popen[bytes]]:
-    """The launchers of all nodes. If one cannot be started, those before it are ended.
-
-    Raises:
-        LaunchError: a command cannot be executed.
-    """
+    """The launchers of all nodes. If one cannot be started, those before it are ended."""
     processes: dict[int, subprocess.Popen[bytes]] = {}
     for rank, command in enumerate(commands):
         argv = command.process_argv(cwd=os.getcwd(), ssh=ssh)
@@ -234,7 +223,7 @@ def _failures(commands: Sequence[NodeCommand], failed: Sequence[RankExit]) -> It
     for death in failed:
         if not death.stopped and death.exitcode != EXIT_SURVIVOR:
             name = commands[death.rank].host.name
-            is_ssh = _is_ssh_failure(commands[death.rank], death.exitcode)
+            is_ssh = not commands[death.rank].is_here and death.exitcode == 255
             reason = "; ssh itself failed" if is_ssh else ""
             yield f"node {death.rank} ({name}) ended with exit code {death.exitcode}{reason}."
 
@@ -261,18 +250,35 @@ def run_srun(
     def send(rank: int, process: WorkerProcess, number: signal.Signals) -> None:
         signal_leader(rank, process, signal.SIGTERM if number == signal.SIGINT else number)
 
+    def lines_of(failed: Sequence[RankExit]) -> list[str]:
+        return [f"srun ended with exit code {death.exitcode}." for death in failed]
+
     supervisor = WorkerSupervisor({0: process}, timeouts=timeouts, send=send, ask=send)
-    if ended := _supervise(supervisor, timeouts):
-        return ended
+    return _supervise(supervisor, timeouts, lines_of, console)
+
+
+def _supervise(
+    supervisor: WorkerSupervisor,
+    timeouts: ShutdownTimeouts,
+    lines_of: Callable[[Sequence[RankExit]], Iterable[str]],
+    console: TextIO,
+) -> ExitReport:
+    """Wait for the processes, pass signals on, and print ``lines_of`` those that failed."""
+    _await(supervisor, timeouts)
+    if supervisor.interrupted is not None:
+        code = 0 if supervisor.has_saved else 128 + supervisor.interrupted
+        return ExitReport((), None, "", code, interrupted=True)
     failed = [death for death in supervisor.deaths if death.exitcode != 0]
-    lines = tuple(f"srun ended with exit code {death.exitcode}." for death in failed)
+    lines = tuple(lines_of(failed))
     for line in lines:
         print(f"zeroshard: {line}", file=console)
-    return _report(lines, failed, supervisor)
+    causes = [death for death in failed if death.exitcode != EXIT_SURVIVOR] or failed
+    code = causes[0].exitcode if causes else 0
+    code = code if code >= 0 else 128 - code
+    return ExitReport(lines, None, "", code, interrupted=supervisor.is_asked_to_end)
 
 
-def _supervise(supervisor: WorkerSupervisor, timeouts: ShutdownTimeouts) -> ExitReport | None:
-    """Wait for the processes, and pass signals on. The report if a signal ended the run."""
+def _await(supervisor: WorkerSupervisor, timeouts: ShutdownTimeouts) -> None:
     handled = [signal.SIGINT, signal.SIGTERM]
     if timeouts.save_s:
         handled.append(signal.SIGUSR1)
@@ -287,20 +293,6 @@ def _supervise(supervisor: WorkerSupervisor, timeouts: ShutdownTimeouts) -> Exit
     finally:
         for number, handler in zip(handled, before, strict=True):
             signal.signal(number, handler)
-    if supervisor.has_saved:
-        return ExitReport((), None, "", 0, interrupted=True)
-    if supervisor.interrupted is not None:
-        code = 128 + supervisor.interrupted
-        return ExitReport((), None, "", code, interrupted=True)
-    return None
-
-
-def _report(
-    lines: tuple[str, ...], causes: Sequence[RankExit], supervisor: WorkerSupervisor
-) -> ExitReport:
-    code = causes[0].exitcode if causes else 0
-    code = code if code >= 0 else 128 - code
-    return ExitReport(lines, None, "", code, interrupted=supervisor.is_asked_to_end)
 
 
 def environment_of_parent() -> dict[str, str]:
@@ -322,7 +314,7 @@ def environment_of_parent() -> dict[str, str]:
     return {str(name): str(value) for name, value in json.loads(text[len(_ENV) :]).items()}
 
 
-def end_with_parent_pipe() -> threading.Thread:
+def end_with_parent_pipe() -> None:
     """Turn the lines on standard input, and its end, into signals to this process.
 
     The launcher that started this one writes the lines. Standard input is replaced by ``/dev/null``, so
@@ -341,9 +333,7 @@ def end_with_parent_pipe() -> threading.Thread:
                 _obey(word.decode(errors="replace"))
         _obey("TERM")
 
-    thread = threading.Thread(target=obey, name="zeroshard-leash", daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=obey, name="zeroshard-leash", daemon=True).start()
 
 
 def names_of_this_host(hostname: str, fqdn: str) -> tuple[str, ...]:
@@ -397,7 +387,3 @@ def _pull(process: subprocess.Popen[bytes], word: str) -> None:
         if word == "KILL":
             with suppress(OSError):
                 process.stdin.close()
-
-
-def _is_ssh_failure(command: NodeCommand, exitcode: int) -> bool:
-    return not command.is_here and exitcode == 255

@@ -179,6 +179,11 @@ def _from(newest: NewestCheckpoint | None) -> str:
     return f"from checkpoint {newest.tag!r}" if newest else "from the beginning: no checkpoint yet"
 
 
+def logs_of(folder: Path, number: int) -> Path:
+    """Where the outputs of the ranks of attempt ``number`` go."""
+    return folder / f"attempt{number}" if number else folder
+
+
 def say(console: TextIO, text: str) -> None:
     """Print a line of the launcher."""
     print(f"zeroshard: {text}", file=console, flush=True)
@@ -330,10 +335,8 @@ class Team:
 
     def log_dir(self, number: int) -> Path | None:
         """The directory for the outputs of the ranks: restarted attempts have one of their own."""
-        if self._request.each_rank_log is None:
-            return None
-        logs = Path(self._request.each_rank_log)
-        return logs / f"attempt{number}" if number else logs
+        logs = self._request.each_rank_log
+        return None if logs is None else logs_of(Path(logs), number)
 
     def prepare(self) -> str:
         """Choose the ranks of the next attempt. Returns "", or why there is none."""

@@ -30,7 +30,7 @@ from zeroshard.launch.remote import (
 )
 from zeroshard.launch.restart import Answers, Team
 from zeroshard.launch.supervisor import ShutdownTimeouts
-from zeroshard.launch.usable import ask_hosts, question, usable_slots
+from zeroshard.launch.usable import ask_hosts, usable_slots
 from zeroshard.run.exit_report import ExitReport
 from zeroshard.run.run_folder import RUN_ID_VARIABLE
 
@@ -103,7 +103,7 @@ def restart_srun(request: LaunchRequest, decision: RunSrun, *, run_id: str, cons
     slots = tuple(range(decision.nproc or 1))
     hosts = [Host(host.name, slots) for host in decision.hosts]
     extra = shlex.split(request.launcher_args)
-    program = [*usable_program(request), *question(slots, request.check_slot)]
+    program = _usable_words(request, slots)
 
     def ask() -> Answers:
         return ask_hosts({h.name: srun_command(1, [h.name], program, extra) for h in hosts})
@@ -165,9 +165,11 @@ def outer_timeouts(request: LaunchRequest) -> ShutdownTimeouts:
     )
 
 
-def usable_program(request: LaunchRequest) -> list[str]:
-    """The command that prints the usable slots of its host."""
-    return [*this_launcher(request.venv_script)[:-1], "zeroshard.launch.usable"]
+def _usable_words(request: LaunchRequest, slots: Sequence[int]) -> list[str]:
+    """The command that prints which of ``slots`` of its host can be used."""
+    words = [*this_launcher(request.venv_script)[:-1], "zeroshard.launch.usable"]
+    command = [] if request.check_slot is None else [request.check_slot]
+    return [*words, ",".join(map(str, slots)), *command]
 
 
 def host_of(name: str, here: RunHere, node: NodeRun) -> Host:
@@ -216,11 +218,7 @@ def _questions(
     started = commands_of(request, decision, env, this_host)
     return {
         command.host.name: replace(
-            command,
-            argv=(
-                *usable_program(request),
-                *question(command.host.slots, request.check_slot),
-            ),
+            command, argv=tuple(_usable_words(request, command.host.slots))
         ).process_argv(cwd=os.getcwd(), ssh=ssh)
         for command in started
     }

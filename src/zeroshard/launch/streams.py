@@ -35,7 +35,7 @@ class _Stream:
     rank: int = 0
     first: dict[str, int] = field(
         default_factory=dict
-    )  # of all ranks: who has shown which trace first
+    )  # of all ranks: who showed which trace first
     tail: bytearray = field(default_factory=bytearray)
     partial: bytes = b""  # an unfinished line, which may be the start of a trace
     partial_since_s: float = 0.0
@@ -80,10 +80,8 @@ class _Stream:
         text = without_ranks(self.held.decode(errors="replace"))
         self.shown_by = self.first.setdefault(text, self.rank)
         if self.shown_by != self.rank:
-            same = (
-                f"zeroshard: rank {self.rank} printed the same traceback as rank {self.shown_by}.\n"
-            )
-            self.held[:] = same.encode()
+            same = f"rank {self.rank} printed the same traceback as rank {self.shown_by}."
+            self.held[:] = f"zeroshard: {same}\n".encode()
         self.release()
 
     def release(self) -> None:

@@ -56,12 +56,6 @@ def ask_hosts(
         return dict(zip(commands, said, strict=True))
 
 
-def question(slots: Sequence[int], command: str | None) -> list[str]:
-    """The arguments of this program."""
-    listed = ",".join(map(str, slots))
-    return [listed] if command is None else [listed, command]
-
-
 def _said(words: Sequence[str], limit_s: float) -> tuple[int, ...] | None:
     with suppress(OSError):
         code, out = _run(words, None, limit_s)
