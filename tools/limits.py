@@ -29,7 +29,7 @@ MOST_PARAMETERS = 10
 MOST_FILE_LINES = 500
 
 LONGER_FILES: Mapping[str, int] = {
-    "watchdog/watchdog.py": 612,
+    "watchdog/watchdog.py": 597,
     "zero/gradients.py": 560,  # these four run in every step: a seam must not cost a call there
     "zero/hooks.py": 785,
     "zero/sharded_parameter.py": 680,

@@ -232,7 +232,8 @@ def seen_through(method: str | None, folder: str) -> dict[int, tuple[bool, str]]
         seen = view_run(next(Path(folder).iterdir()), limit_s=8)
         assert seen.lost == ""
         found = {
-            view.status.rank: (view.answered, "seen_through" in view.stack) for view in seen.views
+            view.status.rank: (view.status.answered, "seen_through" in view.stack)
+            for view in seen.views
         }
     session.world.all_gather_small(torch.zeros(1, dtype=torch.float64), name="end")
     session.close()

@@ -113,7 +113,7 @@ class SessionWatch:
 
     def settle(self, part: TrackedCalls, odd: Sequence[int]) -> Exception:
         """The exception for histories of the ranks ``odd`` that differ from those of the others."""
-        return self._watchdog.settle(part) or RankDivergence(divergence_text(odd))
+        return self._watchdog.explain(part) or RankDivergence(divergence_text(odd))
 
     def readers(self, recorder: Recorder) -> LoneReadCheck:
         """A check whether all ranks read sharded values together. Every rank has to use it.

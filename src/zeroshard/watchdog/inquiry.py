@@ -169,41 +169,29 @@ class Inquiry:
             complete = self.messages.count_answers(number) >= taken + len(missing)
             if over or complete or now_s - looked_s > size / 2048:
                 looked_s = now_s
-                taken += self._take_answers(number, calls, missing, found)
+                answers = self.messages.answers_of(number, missing)
+                taken += len(answers)
+                for rank, answer in answers.items():
+                    calls.suspects.update(answer["suspects"])
+                    found[rank] = status_from_answer(self._known(rank, calls), answer)
                 self._look_at_host(calls, found, over=over)
             if len(found) == size or over:
                 return [found[rank] for rank in sorted(found)]
             time.sleep(max(POLL_S, size / 16384))
-
-    def _take_answers(
-        self, number: int, calls: TrackedCalls, missing: list[int], found: dict[int, RankStatus]
-    ) -> int:
-        """Add the answers of ``missing`` ranks to ``found``; returns how many there were."""
-        answers = self.messages.answers_of(number, missing)
-        for rank, answer in answers.items():
-            calls.suspects.update(answer["suspects"])
-            found[rank] = status_from_answer(self._known(rank, calls), answer)
-        return len(answers)
 
     def _look_at_host(
         self, calls: TrackedCalls, found: dict[int, RankStatus], *, over: bool
     ) -> None:
         """Add what this host knows of ranks that cannot answer; when it is over, of all without one."""
         missing = [rank for rank in self.ranks if rank not in found]
-        for rank, status in self._unanswered(missing, calls).items():
+        cards = self.messages.read_cards(missing)
+        whys = self.messages.leavers(calls.label, missing)
+        for rank in missing:
+            status = self._without_answer(rank, calls, cards.get(rank), whys.get(rank))
             if over:
                 found[rank] = with_stack(status, self._known(rank, calls), self.here)
             elif status.fate not in ("runs", "waits", "silent"):
                 found[rank] = status
-
-    def _unanswered(self, ranks: Sequence[int], calls: TrackedCalls) -> dict[int, RankStatus]:
-        """What is known of ranks that have not answered."""
-        cards = self.messages.read_cards(ranks)
-        whys = self.messages.leavers(calls.label, ranks)
-        return {
-            rank: self._without_answer(rank, calls, cards.get(rank), whys.get(rank))
-            for rank in ranks
-        }
 
     def _without_answer(
         self, rank: int, calls: TrackedCalls, card: tuple[Peer, str, str] | None, why: str | None

@@ -55,11 +55,6 @@ class RankView:
     stack: str = ""
     stacks: str = ""
 
-    @property
-    def answered(self) -> bool:
-        """Whether it answered; otherwise its host or its last messages show what is known."""
-        return self.status.answered
-
 
 @dataclass(frozen=True)
 class RunView:
@@ -147,12 +142,7 @@ def _ended(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _connected(file: RanksFile, until_s: float) -> Iterator[Callable[..., Any]]:
-    """Gives ``call(operation, timeout_s)``, as :meth:`StoreClient.call`.
-
-    Raises:
-        StoreLost: the store does not answer, or is that of another run.
-        UsageError: no other process can reach a store of its kind.
-    """
+    """Gives ``call(operation, timeout_s)``, as :meth:`StoreClient.call`."""
     client = StoreClient(cast("Store", None), name="zeroshard-view-store-client")
     try:
         opened = client.call(lambda _: _open(file.store), _CONNECT_S + 1)

@@ -167,9 +167,7 @@ class LoneReadCheck:
         self._limit_s = limit_s
         self._reads = ""  # the key of the read at which this rank waits
         self._answered = 0
-        self._alone: tuple[object, str] | None = (
-            None  # this rank's position when it read alone, and why it was alone
-        )
+        self._alone: tuple[object, str] | None = None  # where it read alone, and why it was alone
         self._spent: set[str] = set()  # keys of reads that are over
         _ALL.add(self)
 
@@ -327,7 +325,7 @@ class _Search:
         for rank in others if self._asked else ():
             if rank in self._seen:
                 continue
-            text = readers._call(partial(_answer_at, f"{space}/at/{rank}"))
+            text = readers._call(partial(look, key=f"{space}/at/{rank}"))
             number, words = json.loads(text) if text is not None else (0, {})
             if number >= self._asked:
                 self._seen[rank] = Position.from_answer(words)
@@ -345,10 +343,6 @@ class _Search:
 
 def _delete(key: str, store: Store) -> None:
     store.delete_key(key)
-
-
-def _answer_at(key: str, store: Store) -> str | None:
-    return look(store, key)
 
 
 #: All checks of this process: its main thread waits at one read at a time, whichever engine it is for.

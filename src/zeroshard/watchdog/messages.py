@@ -36,6 +36,7 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ from zeroshard.watchdog.diagnosis import Diagnosis, diagnosis_of_values
 from zeroshard.watchdog.run_record import Peer
 
 T = TypeVar("T")
+_Job = tuple[Callable[[Store], Any], "Future[Any]"]
 LEAVERS = "all"
 """Below ``left/LABEL``: how many ranks have left the sequence."""
 BELL = "bell"
@@ -236,9 +238,7 @@ class Messages:
         def write(store: Store) -> None:
             store.set(key, text)
             post(store, f"answers/{number}", self._own.rank, "")
-            if (
-                self._answered
-            ):  # no rank reads it any more, and all answers are in one host's memory
+            if self._answered:  # no rank reads it any more: all answers are in one host's memory
                 store.delete_key(self._answered)
 
         self.call(write)
@@ -253,11 +253,6 @@ class Messages:
         there = self.call(lambda store: posts(store, f"answers/{number}"))
         keys = {rank: f"answer/{number}/{rank}" for rank in ranks if rank in there}
         return {rank: json.loads(text) for rank, text in self._read(keys).items()}
-
-    def answer_of(self, number: int, rank: int) -> dict[str, Any] | None:
-        """The answer of ``rank``; None: not yet."""
-        text = self.look(f"answer/{number}/{rank}")
-        return None if text is None else cast("dict[str, Any]", json.loads(text))
 
     def publish(self, number: int, diagnosis: Diagnosis, *, reported: bool) -> None:
         """The diagnosis of question ``number``. The first fatal diagnosis is never replaced.
@@ -330,8 +325,8 @@ class StoreClient:
     """Store operations with a deadline. ``store`` must be a client that nothing else uses."""
 
     def __init__(self, store: Store, *, name: str) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[[Store], Any], _Answer] | None] = SimpleQueue()
-        self._busy: _Answer | None = None
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._busy: Future[Any] | None = None
         self._turn = threading.Lock()
         self._thread = threading.Thread(
             target=_serve, args=(store, self._jobs), name=name, daemon=True
@@ -350,17 +345,18 @@ class StoreClient:
         if not self._turn.acquire(timeout=timeout_s):
             raise StoreLost("another call still waits")
         try:
-            if self._busy is not None and not self._busy.done.is_set():
+            if self._busy is not None and not self._busy.done():
                 raise StoreLost("an earlier call still waits")
-            answer = self._busy = _Answer()
+            answer: Future[T] = Future()
+            self._busy = answer
             self._jobs.put((operation, answer))
-            if not answer.done.wait(timeout_s):
+            if not wait([answer], timeout_s).done:
                 raise StoreLost(f"no answer in {timeout_s:.0f} s")
         finally:
             self._turn.release()
-        if answer.error is not None:
-            raise StoreLost(str(answer.error)) from answer.error
-        return cast("T", answer.value)
+        if (error := answer.exception()) is not None:
+            raise StoreLost(str(error)) from error
+        return answer.result()
 
     def end(self) -> None:
         """Ask the thread to end, without waiting."""
@@ -373,19 +369,11 @@ class StoreClient:
             self._thread.join(2.0)
 
 
-class _Answer:
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.value: Any = None
-        self.error: Exception | None = None
-
-
-def _serve(store: Store, jobs: SimpleQueue[tuple[Callable[[Store], Any], _Answer] | None]) -> None:
+def _serve(store: Store, jobs: SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         operation, answer = job
         try:
-            answer.value = operation(store)
+            answer.set_result(operation(store))
         except Exception as error:  # StoreClient.call raises it in the caller's thread
-            answer.error = error
-        answer.done.set()
+            answer.set_exception(error)
         del operation, answer, job

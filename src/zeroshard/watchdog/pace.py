@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from zeroshard.comm.recorder import Recorder
-from zeroshard.comm.store_keys import Store, look
+from zeroshard.comm.store_keys import Store
 from zeroshard.watchdog.messages import StoreLost
 
 PARTS = 5
@@ -277,9 +277,7 @@ class Pace:
         def read(store: Store) -> list[str] | None:
             if not store.check(keys):
                 return None
-            if hasattr(store, "multi_get"):
-                return [text.decode() for text in store.multi_get(keys)]
-            return [look(store, key) or "[0, []]" for key in keys]
+            return [text.decode() for text in store.multi_get(keys)]
 
         texts = self._call(read, _STORE_S)
         if texts is None:

@@ -212,67 +212,56 @@ class StopAgreement:
         if self._call is None or self.stop is not None:
             return
         if seen and not self._announced:
-            self._call(partial(_announce, key=self._key, words=self._words(seen)))
+            self._call(lambda store: self._announce(store, seen))
             self._announced = True
         if not self.asked:
             rung = self._heard + 1 if self._rung is None else self._rung()
             if rung != self._heard or self._announced:
-                self.asked = self._call(partial(look, key=f"{self._key}/asked")) or ""
+                self.asked = self._call(lambda store: look(store, f"{self._key}/asked")) or ""
                 self._heard = rung
         if not self.asked:
             return
         until = time.monotonic() + _LOOK_S
-        while not self._agreed() and time.monotonic() < until:
+        while not self._agreed(self._call) and time.monotonic() < until:
             time.sleep(max(POLL_S, len(self._ranks) / 4096))
 
-    def _agreed(self) -> bool:
-        assert self._call is not None
+    def _announce(self, store: Store, seen: str) -> None:
+        if store.add(f"{self._key}/asks", 1) == 1:
+            store.set(f"{self._key}/asked", self._words(seen))
+            store.add(BELL, 1)
+
+    def _agreed(self, call: Callable[[Callable[[Store], Any]], Any]) -> bool:
         self._posted = True  # before the point is read, see the note
         if not self._sent:
-            at = partial(_post, key=self._key, rank=self._rank, value=self._passed)
-            self._call(at)
+            passed = json.dumps(self._passed)
+            call(lambda store: self._post(store, passed))
             self._sent = True
         if self._rank != self._ranks[0]:
-            self.stop = self._read("stop")
+            text = call(lambda store: look(store, f"{self._key}/stop"))
+            self.stop = None if text is None else _point(text)
             return self.stop is not None
-        points = self._call(partial(_points, key=self._key, ranks=self._ranks))
-        if not points:
+        if not (points := call(self._points)):
             return False
         stop = max(points)
-        self._call(partial(_write, key=f"{self._key}/stop", value=stop))
+        call(lambda store: store.set(f"{self._key}/stop", json.dumps(stop)))
         self.stop = stop
         return True
 
-    def _read(self, name: str) -> Point | None:
-        assert self._call is not None
-        text = self._call(partial(look, key=f"{self._key}/{name}"))
-        if text is None:
-            return None
-        steps, number = json.loads(text)
-        return steps, number
+    def _post(self, store: Store, passed: str) -> None:
+        store.set(f"{self._key}/at/{self._rank}", passed)
+        store.add(f"{self._key}/came", 1)
+
+    def _points(self, store: Store) -> list[Point]:
+        """The points of all ranks; empty if one is missing."""
+        if store.add(f"{self._key}/came", 0) < len(self._ranks):
+            return []
+        found = store.multi_get([f"{self._key}/at/{rank}" for rank in self._ranks])
+        return list(map(_point, found))
 
     def _words(self, seen: str) -> str:
         return f"{seen} to rank {self._rank}"
 
 
-def _announce(store: Store, *, key: str, words: str) -> None:
-    if store.add(f"{key}/asks", 1) == 1:
-        store.set(f"{key}/asked", words)
-        store.add(BELL, 1)
-
-
-def _post(store: Store, *, key: str, rank: int, value: Point) -> None:
-    _write(store, key=f"{key}/at/{rank}", value=value)
-    store.add(f"{key}/came", 1)
-
-
-def _points(store: Store, *, key: str, ranks: Sequence[int]) -> list[Point]:
-    """The points of all ranks; empty if one is missing."""
-    if store.add(f"{key}/came", 0) < len(ranks):
-        return []
-    found = store.multi_get([f"{key}/at/{rank}" for rank in ranks])
-    return [(steps, number) for steps, number in map(json.loads, found)]
-
-
-def _write(store: Store, *, key: str, value: Point) -> None:
-    store.set(key, json.dumps(value))
+def _point(text: str | bytes) -> Point:
+    steps, number = json.loads(text)
+    return steps, number

@@ -15,8 +15,8 @@ watches and in which state (``on``, ``idle`` or ``left``). One may begin or end 
 Which thread may do what:
 
 * The main thread runs the program. It is the only one that calls collectives and waits for them. It calls
-  :meth:`Watchdog.set_up`, :meth:`~Watchdog.follow` and :meth:`~Watchdog.leave`, and it raises: ``check``,
-  ``explain`` and ``settle`` return or raise the diagnosis. A thread that saves in the background may call
+  :meth:`Watchdog.set_up`, :meth:`~Watchdog.follow` and :meth:`~Watchdog.leave`, and it raises: ``check``
+  and ``explain`` raise or return the diagnosis. A thread that saves in the background may call
   ``check`` too.
 * The watchdog's thread runs :meth:`Watchdog.tick`, and only that. It reads recorders and Python frames,
   asks, answers and judges. It never waits for a collective and never raises into the program. For a fatal
@@ -147,10 +147,7 @@ class Watchdog:
         self._state = _State()
         self._set_ups = SetUps()
         self._sessions: weakref.WeakSet[WatchedSession] = weakref.WeakSet()
-        self._always = [
-            self._set_ups.followed(settings),
-            CallsOfTorch(self._main).followed(settings),
-        ]
+        self._always = self._always_followed()
         self._set_ups_of: dict[tuple[int, ...], SetUps] = {}
         self._running: list[TrackedCalls] = []  # set-ups of some ranks
         self._left: dict[str, str] = {}
@@ -205,10 +202,7 @@ class Watchdog:
         """A context for the ``number``-th set-up of these ranks, from 1. ``what``: the program's call."""
         self._main = threading.get_ident()
         self._settings = settings
-        self._always = [
-            self._set_ups.followed(settings),
-            CallsOfTorch(self._main).followed(settings),
-        ]
+        self._always = self._always_followed()
         with self._set_ups.begin(number, what):
             yield
 
@@ -293,15 +287,20 @@ class Watchdog:
             return detail if fate == "gone" else reason
         return self.messages.why_left(label, rank) or ""
 
-    def explain(self, calls: TrackedCalls, peers: Sequence[int]) -> Exception | None:
-        """The diagnosis of a broken connection to one of ``peers`` (global ranks); None: not known."""
+    def explain(self, calls: TrackedCalls, peers: Sequence[int] = ()) -> Exception | None:
+        """The diagnosis of a broken connection to one of ``peers`` (global ranks); None: not known.
+
+        Without ``peers``: after an exchange of hashes has shown that histories differ.
+        """
         if len(peers) == 1:
             calls.suspects.update(peers)
-        return self._ask(calls)
-
-    def settle(self, calls: TrackedCalls) -> Exception | None:
-        """The diagnosis after an exchange of hashes has shown that histories differ; None: not known."""
-        return self._ask(calls)
+        state = self._state
+        calls.doubt = True
+        state.kick.set()
+        if self._thread.is_alive() and state.ready.wait(_EXPLAIN_S) and state.diagnosis is not None:
+            self._linger()
+            return state.diagnosis.error()
+        return None
 
     def close(self, reason: str | None = None) -> None:
         """End the threads and remove this rank's files.
@@ -343,15 +342,6 @@ class Watchdog:
         if why or dead:
             keep_recordings(self._settings.dump_dir, peer, why, by=self._rank)
 
-    def _ask(self, calls: TrackedCalls) -> Exception | None:
-        state = self._state
-        calls.doubt = True
-        state.kick.set()
-        if self._thread.is_alive() and state.ready.wait(_EXPLAIN_S) and state.diagnosis is not None:
-            self._linger()
-            return state.diagnosis.error()
-        return None
-
     def _linger(self) -> None:
         """Wait until the others have read the diagnosis: this process may serve the store.
 
@@ -375,12 +365,9 @@ class Watchdog:
     def tick_s(self) -> float:
         """Seconds until the next look."""
         sessions = list(self._sessions)
-        idle = not sessions and not self._running and self._set_ups_wait() is None
+        idle = not sessions and not self._running and self._always[0].wait() is None  # set-ups
         own = min([self._settings.tick_s, *(session.settings.tick_s for session in sessions)])
         return min(own, _IDLE_TICK_S) if idle else own
-
-    def _set_ups_wait(self) -> object:
-        return self._always[0].wait()
 
     def tick(self) -> None:
         """Look once at the followed calls and at the questions in the store. Ask or answer if needed."""
@@ -439,6 +426,10 @@ class Watchdog:
 
     def _store_tick_s(self) -> float:
         return store_tick_s(self.tick_s(), len(self._ranks))
+
+    def _always_followed(self) -> list[TrackedCalls]:
+        settings = self._settings
+        return [self._set_ups.followed(settings), CallsOfTorch(self._main).followed(settings)]
 
     def _followed(self) -> list[TrackedCalls]:
         parts = [part for session in list(self._sessions) for part in session.parts]
