@@ -37,6 +37,7 @@ Place = Annotated[
         help="Directory of one checkpoint, or the directory that contains the checkpoints."
     ),
 ]
+Holder = Annotated[Path, typer.Argument(help="Directory that contains the checkpoints.")]
 Tag = Annotated[
     str | None,
     typer.Option("--tag", "-t", help="Tag (name) of the checkpoint. Default: the latest one."),
@@ -45,7 +46,7 @@ Tag = Annotated[
 
 @ckpt.command("ls")
 def ls_command(
-    directory: Annotated[Path, typer.Argument(help="Directory that contains the checkpoints.")],
+    directory: Holder,
     as_json: AsJson = False,
 ) -> None:
     """List the checkpoints in a directory. For those that cannot be loaded, the reason is printed."""
@@ -103,12 +104,8 @@ def verify_command(directory: Place, tag: Tag = None) -> None:
     if problems:
         raise typer.Exit(1)
     ours = (path / MANIFEST).exists()
-    sure = (
-        "every byte is what was saved"
-        if ours
-        else "all values can be read; this format has no checksums"
-    )
-    print(f"{path}: {sure}.")
+    read = "all values can be read; this format has no checksums"
+    print(f"{path}: {'every byte is what was saved' if ours else read}.")
 
 
 @ckpt.command("export")
@@ -166,12 +163,7 @@ def export_command(
 
 @ckpt.command("diff")
 def diff_command(
-    first: Annotated[
-        Path,
-        typer.Argument(
-            help="Directory of one checkpoint, or the directory that contains the checkpoints."
-        ),
-    ],
+    first: Place,
     second: Annotated[Path, typer.Argument(help="The same for the second checkpoint.")],
     tag: Tag = None,
     as_json: AsJson = False,
@@ -206,7 +198,7 @@ def diff_command(
 
 @ckpt.command("prune")
 def prune_command(
-    directory: Annotated[Path, typer.Argument(help="Directory that contains the checkpoints.")],
+    directory: Holder,
     keep: Annotated[
         int, typer.Option("--keep", min=1, help="Number of newest checkpoints to keep.")
     ],
@@ -387,12 +379,7 @@ def _unreadable(source: Source) -> list[str]:
 
 
 def _path(directory: Path, tag: str | None) -> Path:
-    """The directory of one checkpoint.
-
-    Raises:
-        CheckpointError: there is none.
-        UsageError: ``directory`` is itself a checkpoint, and not the one with ``tag``.
-    """
+    """The directory of one checkpoint."""
     from zeroshard.checkpoint.deepspeed.files import is_deepspeed
     from zeroshard.checkpoint.directory import resolve
     from zeroshard.checkpoint.manifest import MANIFEST

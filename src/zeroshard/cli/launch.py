@@ -163,11 +163,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _check(words: list[str]) -> bool:
-    """Whether there is anything to run: False after ``--help``, which is answered here.
-
-    Raises:
-        LaunchError: flags are unknown or contradict each other.
-    """
+    """Whether there is anything to run: False after ``--help``, which is answered here."""
     try:
         context = typer.main.get_command(standalone).make_context(
             "deepspeed", [*words]

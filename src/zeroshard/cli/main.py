@@ -22,7 +22,6 @@ from zeroshard.cli.launch import CONTEXT, compat_command, launch_command
 from zeroshard.cli.plan import plan_command
 from zeroshard.cli.runs import explain_command, report_command, stacks_command
 from zeroshard.cli.telling import AsJson, errors_told, open_standard_streams
-from zeroshard.errors import ConfigError
 
 main = typer.Typer(
     no_args_is_help=True,
@@ -80,11 +79,8 @@ def config_command(
 
         return hardware_of(local_device(RankInfo()))
 
-    try:
+    with errors_told():
         loaded = load_config(Path(source), world_size=world_size, hardware=hardware)
-    except ConfigError as error:
-        print(f"zeroshard: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
     print(loaded.table())
     for notice in loaded.notices:
         print(notice, file=sys.stderr)

@@ -325,11 +325,7 @@ def _config(path: Path | None, ranks: int, *, searched: bool) -> Path | dict[str
 def _refuse_together(
     fit: Aim | None, fit_axes: str | None, batch: str | None, html: Path | None, trace: Path | None
 ) -> None:
-    """Refuse options that do not go together.
-
-    Raises:
-        UsageError: with the option to leave out.
-    """
+    """Refuse options that do not go together."""
     if fit is None:
         if fit_axes is not None:
             raise UsageError("--fit-axes says what --fit may choose, which is not given.")

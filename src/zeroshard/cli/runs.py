@@ -142,7 +142,7 @@ def _row(view: RankView) -> dict[str, Any]:
         "rank": status.rank,
         "host": status.host,
         "pid": view.pid,
-        "answered": view.answered,
+        "answered": view.status.answered,
         "detail": status.detail,
         "step": flight.step if flight is not None else None,
         "phase": status.phase,
@@ -159,7 +159,7 @@ def _row(view: RankView) -> dict[str, Any]:
 def _text(folder: Path, seen: RunView) -> str:
     from zeroshard.core.texts import rank_ranges
 
-    answered = sum(view.answered for view in seen.views)
+    answered = sum(view.status.answered for view in seen.views)
     lines = [
         f"run {folder.name}: {answered} of {len(seen.views)} ranks answered in {seen.took_s:.1f} s"
     ]
@@ -172,7 +172,11 @@ def _text(folder: Path, seen: RunView) -> str:
     for view in seen.views:
         if text := view.stacks or view.stack:
             title = (
-                "all threads" if view.stacks else "main thread" if view.answered else "last stacks"
+                "all threads"
+                if view.stacks
+                else "main thread"
+                if view.status.answered
+                else "last stacks"
             )
             alike.setdefault((title, text), []).append(view.status.rank)
     for (title, text), ranks in alike.items():
@@ -186,7 +190,7 @@ def _line(view: RankView) -> str:
     status = view.status
     step = f", step {status.flight.step}" if status.flight is not None else ""
     where = position_text(status)
-    if not view.answered:
+    if not view.status.answered:
         silent = "" if status.fate in ("gone", "left", "stopped") else "silent: "
         where = f"{silent}{status.detail}; last known: {where}"
     return f"rank {status.rank} (host {status.host}, pid {view.pid}){step}: {where}"

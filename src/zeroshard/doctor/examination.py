@@ -146,24 +146,17 @@ def lines(found: Examination) -> Iterator[str]:
 
 def _checks(found: Examination) -> Iterator[tuple[str, str]]:
     facts = found.facts
-    yield (
-        "versions",
-        ", ".join([f"Python {facts.python}", *(f"{k} {v}" for k, v in facts.versions.items())]),
-    )
+    versions = [f"{name} {version}" for name, version in facts.versions.items()]
+    yield "versions", ", ".join([f"Python {facts.python}", *versions])
     quota = "" if facts.quota is None else f", cgroup {facts.quota:g} cores"
     yield "host", f"{facts.host}: {facts.cores} cores{quota}; {facts.memory.in_words()}"
     if facts.shm_nbytes is not None:
         yield "/dev/shm", f"{gib(facts.shm_nbytes)}, {gib(facts.shm_free_nbytes or 0)} free"
-    yield (
-        "limits",
-        ", ".join(f"ulimit {k} {'unlimited' if v < 0 else v}" for k, v in facts.limits.items()),
-    )
+    limits = (f"ulimit {k} {'unlimited' if v < 0 else v}" for k, v in facts.limits.items())
+    yield "limits", ", ".join(limits)
     if facts.disk is not None:
-        direct = "O_DIRECT" if facts.disk.direct else "no O_DIRECT"
-        yield (
-            "disk",
-            f"{facts.disk.path}: {facts.disk.filesystem}, {gib(facts.disk.free_nbytes)} free, {direct}",
-        )
+        disk, direct = facts.disk, "O_DIRECT" if facts.disk.direct else "no O_DIRECT"
+        yield "disk", f"{disk.path}: {disk.filesystem}, {gib(disk.free_nbytes)} free, {direct}"
     iommu = "; an IOMMU is on" if facts.iommu else ""
     yield "network", f"{', '.join(facts.interfaces) or 'no interface but the loopback'}{iommu}"
     yield from _of_gpus(found)

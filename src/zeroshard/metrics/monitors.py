@@ -119,7 +119,7 @@ class Worker:
         self._thread.start()
 
     def _work(self) -> None:
-        if not self._try("open", OPEN_S, getattr(self.sink, "open", _nothing)):
+        if not self._try("open", OPEN_S, getattr(self.sink, "open", lambda: None)):
             return
         atexit.register(self._at_exit)  # later than the tracker's own hook, so it runs before that
         while batch := self._take():
@@ -239,7 +239,3 @@ def _close(worker: Worker, before: Callable[[], None] | None) -> None:
 def _end_all(workers: Sequence[Worker]) -> None:
     for worker in workers:
         worker.end()
-
-
-def _nothing() -> None:
-    """A sink without ``open`` has nothing to open."""

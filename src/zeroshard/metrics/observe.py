@@ -109,9 +109,7 @@ class Observer:
         self._sent: dict[tuple[str, str, str], CollectiveCost] = {}
         self._steps = 0
         self._in_step = False
-        self._ended: tuple[StepReport, int, int, float] | None = (
-            None  # a step whose last phase still runs
-        )
+        self._ended: tuple[StepReport, int, int, float] | None = None  # its last phase still runs
         self._breaks_down = settings.wall_clock_breakdown or settings.memory_breakdown
         self._breakdown_every = self._every(settings.steps_per_print) or (
             BREAKDOWN_EVERY if self._breaks_down or settings.comms_logger.enabled else 0

@@ -43,7 +43,6 @@ class JsonLines(Sink):
         self._file: TextIO | None = None
 
     def open(self) -> None:
-        """See :class:`Sink`."""
         self._file = open(  # noqa: SIM115 - until close()
             self._path(), "w", encoding="utf-8", buffering=1, opener=for_this_user
         )
@@ -54,7 +53,6 @@ class JsonLines(Sink):
         self._file.write(json.dumps(_finite(line), default=str, separators=(",", ":")) + "\n")
 
     def close(self) -> None:
-        """See :class:`Sink`."""
         if self._file is not None:
             self._file.close()
 

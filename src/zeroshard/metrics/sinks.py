@@ -55,17 +55,14 @@ class TensorboardSink(Sink):
         self._folder = _own_folder(section, "tensorboard")
 
     def open(self) -> None:
-        """See :class:`Sink`."""
         self._writer = self._module.SummaryWriter(str(self._folder))
 
     def write(self, events: Sequence[Event]) -> None:
-        """See :class:`Sink`."""
         for name, value, step in events:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """See :class:`Sink`."""
         self._writer.close()
 
 
@@ -79,7 +76,7 @@ class CsvSink(Sink):
         self._folder = _own_folder(section, "csv_monitor")
 
     def write(self, events: Sequence[Event]) -> None:
-        """See :class:`Sink`. No file stays open between two writes."""
+        """No file stays open between two writes."""
         for name, value, step in events:
             path = self._folder / f"{name.replace('/', '_')}.csv"
             is_new = not path.exists()
@@ -103,7 +100,6 @@ class LoggedRunSink(Sink):
         self._owned = False
 
     def write(self, events: Sequence[Event]) -> None:
-        """See :class:`Sink`."""
         for step, values in by_step(events).items():
             if self._owned:
                 self._run.log(values, step=step)
@@ -111,7 +107,6 @@ class LoggedRunSink(Sink):
                 self._run.log({**values, SAMPLES: step})
 
     def close(self) -> None:
-        """See :class:`Sink`."""
         if self._owned:
             self._run.finish()
 
@@ -124,11 +119,9 @@ class WandbSink(LoggedRunSink):
         self._wandb = need("wandb", "wandb", "wandb")
 
     def find_run(self) -> None:
-        """See :class:`Sink`."""
         self._run = self._wandb.run
 
     def open(self) -> None:
-        """See :class:`Sink`."""
         section = self._section
         if self._run is None:
             self._owned = True
@@ -148,12 +141,10 @@ class TrackioSink(LoggedRunSink):
         self._trackio = need("trackio", "trackio", "trackio")
 
     def find_run(self) -> None:
-        """See :class:`Sink`."""
         variables = importlib.import_module("trackio.context_vars")
         self._run = variables.current_run.get()
 
     def open(self) -> None:
-        """See :class:`Sink`."""
         section = self._section
         if self._run is None:
             self._owned = True
@@ -172,12 +163,11 @@ class MlflowSink(Sink):
         self._owned = False
 
     def find_run(self) -> None:
-        """See :class:`Sink`. A run is active in one thread only."""
+        """A run is active in one thread only."""
         run = self._mlflow.active_run()
         self._run_id = None if run is None else run.info.run_id
 
     def open(self) -> None:
-        """See :class:`Sink`."""
         section = self._section
         if section.tracking_uri is not None:
             self._mlflow.set_tracking_uri(section.tracking_uri)
@@ -189,7 +179,6 @@ class MlflowSink(Sink):
             self._run_id = run.info.run_id
 
     def write(self, events: Sequence[Event]) -> None:
-        """See :class:`Sink`."""
         metric, now_ms = self._mlflow.entities.Metric, int(1e3 * time.time())
         self._client.log_batch(
             self._run_id,
@@ -197,7 +186,6 @@ class MlflowSink(Sink):
         )
 
     def close(self) -> None:
-        """See :class:`Sink`."""
         if self._owned:
             self._client.set_terminated(self._run_id)
 
@@ -216,11 +204,9 @@ class CometSink(Sink):
         self._sent: dict[str, int] = {}
 
     def find_run(self) -> None:
-        """See :class:`Sink`."""
         self._experiment = self._comet.get_running_experiment()
 
     def open(self) -> None:
-        """See :class:`Sink`."""
         if self._experiment is not None:
             return
         self._owned = True
@@ -233,7 +219,6 @@ class CometSink(Sink):
             self._experiment.set_name(self._section.experiment_name)
 
     def write(self, events: Sequence[Event]) -> None:
-        """See :class:`Sink`."""
         for name, value, step in events:
             if (
                 name not in self._sent
@@ -243,7 +228,6 @@ class CometSink(Sink):
                 self._sent[name] = step
 
     def close(self) -> None:
-        """See :class:`Sink`."""
         if self._owned:
             self._experiment.end()
 
@@ -256,7 +240,6 @@ class CallableSink(Sink):
         self.__name__ = getattr(call, "__qualname__", type(call).__qualname__)
 
     def write(self, events: Sequence[Event]) -> None:
-        """See :class:`Sink`."""
         self._call(events)
 
 

@@ -57,12 +57,8 @@ def verdict(plan: Mapping[str, Any]) -> str:
 
 def _change(row: Mapping[str, Any]) -> tuple[str, ...]:
     how = "predicted" if row["predicted"] else "assumed"
-    return (
-        row["text"],
-        row["line"],
-        gib_text(row["peak_nbytes"]),
-        f"{row['slowdown']:+.0%} ({how})",
-    )
+    slower = f"{row['slowdown']:+.0%} ({how})"
+    return row["text"], row["line"], gib_text(row["peak_nbytes"]), slower
 
 
 def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -73,35 +69,22 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "operations of", plan["target"]
     yield "state at rest", f"{gib_text(plan['states_nbytes'])} on the device of each rank"
     for number, stage in enumerate(plan["pipeline_stages"]):
-        yield (
-            f"pipeline stage {number}",
-            (
-                f"rank {stage['rank']}: {stage['parameters']:,} parameters, peak "
-                f"{gib_text(stage['peak_nbytes'])}, {stage['in_flight']} micro-batches in flight"
-                + (
-                    f"; computes {_s(stage['compute_s'])} of a step, waits {_s(stage['waits_s'])}"
-                    if "waits_s" in stage
-                    else ""
-                )
-            ),
+        text = (
+            f"rank {stage['rank']}: {stage['parameters']:,} parameters, peak "
+            f"{gib_text(stage['peak_nbytes'])}, {stage['in_flight']} micro-batches in flight"
         )
+        if "waits_s" in stage:
+            text += f"; computes {_s(stage['compute_s'])} of a step, waits {_s(stage['waits_s'])}"
+        yield f"pipeline stage {number}", text
     if (needs := plan["checkpoint"]) is not None:
         host = max(needs["write_nbytes"] + needs["copy_nbytes"], needs["read_nbytes"])
-        yield (
-            "checkpoint",
-            (
-                f"{gib_text(sum(needs['files'].values()))} in {len(needs['files'])} file(s) of this "
-                f"rank; at most {gib_text(host)} of host memory to save or load it"
-            ),
-        )
+        text = f"{gib_text(sum(needs['files'].values()))} in {len(needs['files'])} file(s) of this rank"
+        yield "checkpoint", f"{text}; at most {gib_text(host)} of host memory to save or load it"
     if (disk := plan["disk"])["file_nbytes"]:
-        yield (
-            "disk",
-            (
-                f"{gib_text(disk['file_nbytes'])} of files; a step reads "
-                f"{gib_text(disk['read_nbytes'])} and writes {gib_text(disk['written_nbytes'])}"
-            ),
+        step = (
+            f"reads {gib_text(disk['read_nbytes'])} and writes {gib_text(disk['written_nbytes'])}"
         )
+        yield "disk", f"{gib_text(disk['file_nbytes'])} of files; a step {step}"
     if plan["one_more_nbytes"] is not None:
         yield "one more sample", f"needs {gib_text(plan['one_more_nbytes'])}, which does not fit"
     if plan["time"] is None:
@@ -110,17 +93,10 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     time = plan["time"]
     low, high = time["band_s"]
     tokens = time["tokens_per_s"]
-    yield (
-        f"time of a step on {time['machine']}",
-        f"{_s(time['total_s'])} ({_s(low)} to {_s(high)})",
-    )
-    yield (
-        "rate",
-        (
-            f"{time['samples_per_s']:,.1f} samples/s"
-            + (f", {tokens:,.0f} tokens/s" if tokens else "")
-        ),
-    )
+    band = f"{_s(time['total_s'])} ({_s(low)} to {_s(high)})"
+    yield f"time of a step on {time['machine']}", band
+    rate = f"{time['samples_per_s']:,.1f} samples/s"
+    yield "rate", rate + (f", {tokens:,.0f} tokens/s" if tokens else "")
 
 
 def _peak(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -219,21 +195,19 @@ def _traffic(plan: Mapping[str, Any]) -> Figure:
             own[row["op"]] = own.get(row["op"], 0.0) + row["numel"] / 1e6
     rows = [
         (
-            r["name"],
-            r["group"],
-            r["op"],
+            *(r[key] for key in ("name", "group", "op")),
             f"{r['calls']:,}",
             f"{r['numel']:,}",
             gib(r["sent_nbytes"]),
         )
         for r in plan["traffic"]
     ]
-    totals: dict[str, list[int]] = {}
+    calls: Counter[str] = Counter()
+    numels: Counter[str] = Counter()
     for row in plan["traffic"]:
-        total = totals.setdefault(row["op"], [0, 0])
-        for at, key in enumerate(("calls", "numel")):
-            total[at] += row[key]
-    text = "; ".join(f"{op}: {n[0]:,} calls, {n[1]:,} elements" for op, n in totals.items())
+        calls[row["op"]] += row["calls"]
+        numels[row["op"]] += row["numel"]
+    text = "; ".join(f"{op}: {calls[op]:,} calls, {numels[op]:,} elements" for op in calls)
     left_out = len(rows) - MAX_ROWS
     return Figure(
         "Traffic of a step by unit",
@@ -255,17 +229,15 @@ def _time(time: Mapping[str, Any]) -> Figure:
     rows += [("update", _s(time["update_s"]), ""), ("host", _s(time["host_s"]), "")]
     rows += [("step", _s(time["total_s"]), "")]
     unmeasured = [f"{key} ({how})" for key, how in time["sources"].items() if how != "measured"]
+    measured = (
+        f"Not measured: {', '.join(unmeasured)}." if unmeasured else "All numbers were measured."
+    )
     return Figure(
         "Time of a step by stream",
         bar_chart(bars, "seconds"),
         ("stream or part", "time", "exposed"),
         rows,
-        "Exposed: the device waits for it. "
-        + (
-            f"Not measured: {', '.join(unmeasured)}."
-            if unmeasured
-            else "All numbers were measured."
-        ),
+        f"Exposed: the device waits for it. {measured}",
     )
 
 
