@@ -24,9 +24,9 @@ LAST_ELEMENTS = {"optim/kernels.py"}
 REPORTS = {
     *(f"metrics/{name}.py" for name in ("monitors", "run_log", "step_report", "step_stream")),
     "engine/out_of_memory.py",
-    "device/ops.py", "memory/host_limits.py", "offload/stores.py",
+    "device/ops.py", "memory/host_limits.py", "offload/stores.py", "watchdog/pace.py",
 }  # fmt: skip
-"""Run for the monitors and the record: some on rank 0 only, some in one step of ten."""
+"""Run for the monitors and the record, and where steps are timed: some on rank 0 only, some seldom."""
 ON_DEVICES = {f"optim/triton_{name}.py" for name in ("check", "kernels", "update")}
 """Run only on a rank with an accelerator."""
 
