@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,3 +54,16 @@ def engine(
         lr_scheduler=lr_scheduler,
         model_parameters=model_parameters,
     )
+
+
+def outcome(body: Callable[[], object]) -> tuple[str, str, float]:
+    """Class and text of the error that ended a run of ranks that wait briefly, and how long it took."""
+    os.environ["ZEROSHARD_STALL_S"] = "1"
+    begun_s = time.monotonic()
+    try:
+        body()
+    except zeroshard.errors.ZeroShardError as error:
+        return type(error).__name__, str(error), time.monotonic() - begun_s
+    finally:
+        del os.environ["ZEROSHARD_STALL_S"]
+    return "", "", time.monotonic() - begun_s

@@ -15,6 +15,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from kit import outcome
 from support.covering import covering, sampled
 from torch import nn
 from zeroshard_testing import run_ranks
@@ -70,19 +71,6 @@ def step(engine, order=(0, 1, 2, 3)) -> None:
     loss = engine(torch.ones(2, 16), order).square().mean()
     engine.backward(loss)
     engine.step()
-
-
-def outcome(body) -> tuple[str, str, float]:
-    """Class and text of the error that ended the run, and how long it took."""
-    os.environ["ZEROSHARD_STALL_S"] = "1"
-    begun_s = time.monotonic()
-    try:
-        body()
-    except zeroshard.errors.ZeroShardError as error:
-        return type(error).__name__, str(error), time.monotonic() - begun_s
-    finally:
-        del os.environ["ZEROSHARD_STALL_S"]
-    return "", "", time.monotonic() - begun_s
 
 
 def diverging(

@@ -13,14 +13,14 @@ import shutil
 import signal
 import subprocess
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from kit import outcome
 from torch import nn
 from zeroshard_testing import RankEnd, run_ranks
 
@@ -134,19 +134,6 @@ def held_nbytes(engine: zeroshard.Engine) -> int:
     ledger = engine.runtime.ledger
     names = ("parameters", "gradients", "master", "optimizer", "scratch", "gathered")
     return sum(ledger.nbytes(name, tier) for name in names for tier in tiers.TIERS.values())
-
-
-def outcome(body: Callable[[], object]) -> tuple[str, str, float]:
-    """Class and text of the error that ended the run, and how long it took."""
-    os.environ["ZEROSHARD_STALL_S"] = "1"
-    begun_s = time.monotonic()
-    try:
-        body()
-    except zeroshard.errors.ZeroShardError as error:
-        return type(error).__name__, str(error), time.monotonic() - begun_s
-    finally:
-        del os.environ["ZEROSHARD_STALL_S"]
-    return "", "", time.monotonic() - begun_s
 
 
 # ---------------------------------------------------------------- a rank that is killed

@@ -7,8 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
-from kit import DTYPES, engine
-from scenarios import WIDTH, cuda, model, zero_section
+from kit import engine
+from scenarios import cuda, model, zero_section
+from stepwise import batch, loss_of, report
 from torch import nn
 from zeroshard_testing import on_ranks
 
@@ -33,21 +34,6 @@ def compiled() -> None:
     """From here on, updates run on the worker thread."""
     native_adam.prepare()
     native_adam.wait()
-
-
-def batch(at: int, device: str, precision: str) -> torch.Tensor:
-    """The input of micro-batch ``at``."""
-    x_BD = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + at)
-    return x_BD.to(DTYPES[precision]).to(device)
-
-
-def loss_of(trained, x_BD: torch.Tensor) -> torch.Tensor:
-    return trained(x_BD).float().square().mean()
-
-
-def report(watch) -> str:
-    """What was found, as the message of a failure."""
-    return "\n".join(map(str, watch.findings))
 
 
 def open_engine(

@@ -119,7 +119,7 @@ class AsyncUpdateWorker:
 
     def wait(self) -> None:
         """Block this thread until all updates have ended. Their errors are raised where they are used."""
-        self._worker.submit(_nothing).result()
+        self.start(lambda: None).result()
 
     def close(self) -> None:
         """Wait for the update that runs, and drop those that have not begun."""
@@ -129,10 +129,6 @@ class AsyncUpdateWorker:
 def options_of(groups: Groups) -> list[dict[str, Any]]:
     """The options of param groups as they are now."""
     return [{**group, "params": ()} for group in groups]
-
-
-def _nothing() -> None:
-    """The last task of a queue."""
 
 
 class PendingUpdates:

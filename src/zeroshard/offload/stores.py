@@ -71,11 +71,17 @@ class Stores:
         is_fake = isinstance(torch.empty(0), FakeTensor)
         self._offload_plan = offload_plan
         self._is_delayed = section is not None and section.delayed_update
-        streams = None
+        self.streams: CopyStreams | None = None
         if offload_plan.is_offloaded and not is_fake:
-            streams = make_copy_streams(device, copies=self._is_delayed)
+            self.streams = make_copy_streams(device, copies=self._is_delayed)
         self._opening = TierOpening(
-            Tier.DEVICE, device, ledger, section, zero.offload_param, streams, is_planned=is_fake
+            Tier.DEVICE,
+            device,
+            ledger,
+            section,
+            zero.offload_param,
+            self.streams,
+            is_planned=is_fake,
         )
         self._opened: dict[Tier, TierStores] = {}
         self._pager: Pager | None = None
@@ -83,7 +89,7 @@ class Stores:
         self._copy_buffers: Tensor | None = None  # in a plan for a GPU
         in_file = any(tier.only_in_use for tier in offload_plan.params.values())
         has_copies = offload_plan.is_offloaded and has_copy_streams(device)
-        if streams is not None or in_file or has_copies:
+        if self.streams is not None or in_file or has_copies:
             ledger.hold("scratch", WEIGHTS_OWNER, WEIGHTS_NBYTES)
             self._weights = weights_for(torch.empty(0, device=device))
         if device.type == "cpu" and (offload_plan.grads or in_file):
@@ -137,7 +143,7 @@ class Stores:
         the cores on a GPU host, and torch's number of threads on CPU ranks, where the same cores compute
         forward and backward.
         """
-        plan, streams = self._offload_plan, self._opening.streams
+        plan, streams = self._offload_plan, self.streams
         if plan.early:
             self._hold(_OLD_STATE, old_state_nbytes(plan, found))
         if streams is None or not plan.is_updated_off_device:
@@ -204,7 +210,7 @@ class Stores:
     @property
     def moved_nbytes(self) -> dict[str, int]:
         """Bytes since the engine was built: from and to disk, to the host and back to the device."""
-        streams = self._opening.streams or CopyStreams()
+        streams = self.streams or CopyStreams()
         return {
             "read_nbytes": sum(file.read_nbytes for file in self.files),
             "written_nbytes": sum(file.written_nbytes for file in self.files),
@@ -217,7 +223,7 @@ class Stores:
 
         ``wait=False``: wait at most ``PATIENCE_S``. Copies may wait for a collective that never ends.
         """
-        streams = self._opening.streams
+        streams = self.streams
         if streams is None:
             return True
         if wait:

@@ -97,14 +97,7 @@ def _sgd(group: _Group, params: list[Tensor], grads: list[Tensor], state: _State
 
 
 def _lion(group: _Group, params: list[Tensor], grads: list[Tensor], state: _State) -> None:
-    lion_(
-        params,
-        grads,
-        state["exp_avg"],
-        lr=group["lr"],
-        betas=group["betas"],
-        weight_decay=group["weight_decay"],
-    )
+    lion_(params, grads, state["exp_avg"], group)
 
 
 def _sign(group: _Group) -> float:

@@ -7,7 +7,7 @@ are plain ``torch.optim.Optimizer`` classes. They work without ZeroShard and do 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,28 +49,15 @@ class Lion(Optimizer):
                 if not self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
             momenta = [self.state[p]["exp_avg"] for p in params]
-            lion_(
-                params,
-                grads,
-                momenta,
-                lr=group["lr"],
-                betas=group["betas"],
-                weight_decay=group["weight_decay"],
-            )
+            lion_(params, grads, momenta, group)
         return loss
 
 
 def lion_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    *,
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    weight_decay: float,
+    params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], group: Mapping[str, Any]
 ) -> None:
-    """Lion's arithmetic on lists of tensors, in place."""
-    beta1, beta2 = betas
+    """Lion's arithmetic on lists of tensors, in place, with the options of a param group."""
+    lr, weight_decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
     update = torch._foreach_lerp(momenta, grads, 1 - beta1)
     torch._foreach_sign_(update)
     torch._foreach_mul_(update, -lr)
