@@ -195,7 +195,7 @@ class Rank:
         ranks = tuple(range(self.size))
         number, place = session._store_namespace(ranks, self.rank)
         self.crew = session.SetUpRanks(
-            ranks, self.rank, number, "initialize", self.settings, self.watchdog
+            ranks, self.rank, number, place, "initialize", self.settings, self.watchdog
         )
         use = DeviceUse(
             "cuda",
@@ -203,7 +203,7 @@ class Rank:
             f"GPU-{self.rank:036}",
             str(self.rank // HOST_RANKS),
         )
-        self.peers = session._agree(self.crew, place, PLAN, use)
+        self.peers = session._agree(self.crew, PLAN, use, {})
 
     def follow(self) -> None:
         """Let the watchdog follow an engine, with its lone reads and its agreement to stop."""
