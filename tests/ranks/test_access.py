@@ -275,6 +275,20 @@ def test_a_whole_piece_may_have_any_strides_and_a_scalar_is_one_beside_the_disk(
         assert safe_get_local_optimizer_state(p, "step").shape == ()
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_a_count_of_one_element_is_a_scalar(stage):
+    with kit.engine(nn.Linear(1, 1), stage) as engine:
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        engine.step()
+        found = [
+            safe_get_local_optimizer_state(engine.module.weight, n) for n in ("step", "exp_avg")
+        ]
+        shapes = [None if state is None else tuple(state.shape) for state in found]
+        assert shapes in ([(), (1,)], [None, None])  # another rank has it
+        assert shapes[0] == () or (stage, dist.get_rank()) == (2, 1)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(3)
 def test_local_pieces_are_set_in_place(stage):

@@ -271,7 +271,8 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     def piece(_: OptimizerChunk, fragment: OwnedFragment) -> Tensor | None:
         value = optimizer.state_of(fragment).get(optim_state_key)
         if isinstance(value, Tensor) and value.numel() == fragment.numel:
-            return value.view(-1)
+            is_count = len(fragment.shape) > 0 and not value.dim()  # beside a piece of one element
+            return value if is_count else value.view(-1)
         return None if value is None else torch.as_tensor(value)
 
     return _local(param, piece)
