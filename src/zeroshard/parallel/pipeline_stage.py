@@ -44,33 +44,30 @@ CLASSES = {name: f"Schedule{name}" for name in SCHEDULES}
 """Name of the schedule -> torch's class."""
 
 STAGE_METHODS = (
-    "_prepare_forward_infra", "_prepare_backward_infra", "_warmup_forward_vote",
-    "_warmup_backward_result", "_post_metadata_inference_cleanup", "get_fwd_recv_ops",
-    "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops", "forward_one_chunk",
-    "backward_one_chunk", "clear_runtime_states", "perform_reduce_grad", "scale_grads",
+    "get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops",
+    "forward_one_chunk", "backward_one_chunk", "clear_runtime_states", "perform_reduce_grad",
+    "scale_grads",
 )  # fmt: skip
 """Methods of torch's stage that its schedules call, and that :class:`ZeroStage` replaces."""
 
-SCHEDULE_METHODS = ("_step_microbatches", "_initialize_pp_stages", "_maybe_compute_loss")
+SCHEDULE_METHODS = ("_step_microbatches", "_maybe_compute_loss")
+
+
+def _set_up(name: str) -> str:
+    """The method by which a schedule lets its stages infer metadata before its first step."""
+    return "_initialize_stages" if SCHEDULES[name].several else "_initialize_stage"
 
 
 def missing_names() -> list[str]:
     """Names that are used here and that this version of torch does not have."""
-    names = {"PipelineStage": STAGE_METHODS, **dict.fromkeys(CLASSES.values(), SCHEDULE_METHODS)}
-    wanted = [(kind, name) for kind, methods in names.items() for name in methods]
+    wanted = [("PipelineStage", method) for method in STAGE_METHODS]
+    for name, kind in CLASSES.items():
+        wanted += [(kind, method) for method in (*SCHEDULE_METHODS, _set_up(name))]
     return [
         f"{kind}.{name}"
         for kind, name in wanted
         if not hasattr(getattr(pipelining, kind, None), name)
     ]
-
-
-class _Agreed:
-    """The answer to torch's vote for static metadata: all stages agree, without a message."""
-
-    @staticmethod
-    def item() -> int:
-        return 1
 
 
 class Boundary(NamedTuple):
@@ -178,28 +175,6 @@ class ZeroStage(PipelineStage):
         self._output_grads: dict[int, list[Tensor]] = {}
         self._input_grads: dict[int, list[Tensor]] = {}
 
-    # ------------------------------------------------------------------ what torch asks before a step
-
-    def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:
-        self.args_recv_info = {0: ()}  # all that torch reads of it: no stage but the last one sends
-        self.act_send_info = {}
-
-    def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
-        """Nothing: buffers are made for each micro-batch."""
-
-    def _warmup_forward_vote(self, *_: Any, **__: Any) -> Any:
-        return _Agreed()
-
-    def _is_same_rank(self, other_stage: int) -> bool:
-        """What torch sends other ranks before a step: nothing. (It refuses to in a fake group.)"""
-        return True
-
-    def _warmup_backward_result(self, *_: Any, **__: Any) -> Any:
-        return _Agreed()
-
-    def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing: no metadata was inferred."""
-
     def clear_runtime_states(self) -> None:
         """Forget the tensors and shapes of the last step. To be called before each step."""
         for message, _ in self._shapes_sent:
@@ -210,6 +185,12 @@ class ZeroStage(PipelineStage):
             held.clear()
         self._shapes_sent.clear()
         self.output_chunks.clear()
+
+    def _clear_unlaunched_fwd_recv(self, microbatch_index: int) -> None:
+        """Nothing (torch 2.15, after an error): the next step clears all buffers."""
+
+    def _clear_unlaunched_bwd_recv(self, microbatch_index: int) -> None:
+        """Nothing, in the same way."""
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Nothing: the engine reduces gradients."""
@@ -379,7 +360,13 @@ def open_schedule(
         )
     given = list(stages) if SCHEDULES[name].several else stages[0]
     kind: Any = getattr(pipelining, CLASSES[name])
-    return kind(given, micro_batches, loss_fn=loss, scale_grads=False)
+    schedule = kind(given, micro_batches, loss_fn=loss, scale_grads=False)
+    setattr(schedule, _set_up(name), _nothing)
+    return schedule
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What a schedule does before its first step: a stage infers no metadata and sends none."""
 
 
 def run_schedule(
