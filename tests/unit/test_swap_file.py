@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -518,6 +519,16 @@ def test_the_round_that_counts_is_the_largest(tmp_path, monkeypatch):
     monkeypatch.setattr(capacity_check.time, "perf_counter", lambda: 0.0)
     capacity_check.measure(tmp_path, 8 << 20, 1 << 20)
     assert rounds == [1, 2, 5, 0]
+
+
+def test_reads_and_writes_share_the_disk_and_so_do_ranks(tmp_path, monkeypatch):
+    speed = capacity_check.Speed(read_Bps=2e9, write_Bps=1e9, direct=True)
+    monkeypatch.setattr(capacity_check, "measure", lambda *_: speed)
+    demand = SimpleNamespace(traffic=lambda _kind: (4_000_000_000, 3_000_000_000))
+    monkeypatch.setattr(capacity_check, "_on_disk", lambda *_: 8_000_000_000)
+    for ranks in (1, 2):
+        line, *_ = capacity_check._forecast(str(tmp_path), ["optimizer"], [demand] * ranks)
+        assert line.endswith(f"; about {5.0 * ranks} s of transfers per step")
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers(tmp_path):

@@ -64,7 +64,7 @@ class AcceleratorOps(DeviceOps):
         return DeviceMark(self._new_event(enable_timing=True))
 
     def _new_event(self, **options: bool) -> Event:
-        """An event of the family of :meth:`new_stream`; see [Note: one family] in ``cuda.py``."""
+        """An event of the family of :meth:`new_stream`; see [Note: one family]."""
         return torch.Event(self.device, **({"enable_timing": False} | options))
 
     def record_use(self, tensor: Tensor) -> None:
