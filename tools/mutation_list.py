@@ -298,8 +298,8 @@ MUTATIONS = [
     Mutation(
         "copies-of-gradients-added-again",  # shared key/value heads, several backwards only
         "zero/copy_sums.py",
-        "            torch._foreach_zero_(slots.parts(values_S))\n",
-        "",
+        "                torch._foreach_zero_(parts)\n",
+        "                pass\n",
         "tests/ranks/test_copy_sums.py::test_gradients_can_be_read_and_set_and_more_may_come",
     ),
     Mutation(
@@ -978,9 +978,16 @@ MUTATIONS = [
     Mutation(
         "gradients-that-a-hook-adds-are-added-again",
         "zero/copy_sums.py",
-        "if slots.known[index] and param._backward_hooks:",
-        "if slots.known[index] and not param._backward_hooks and 0:",
+        "whole = flags_WF.amin(0) > 0",
+        "whole = flags_WF.amin(0) > 1",
         "tests/ranks/test_program_parts.py -k hook",
+    ),
+    Mutation(
+        "gradients-that-a-hook-looks-at-are-not-added",
+        "zero/copy_sums.py",
+        "whole = flags_WF.amin(0) > 0",
+        "whole = flags_WF.amax(0) > 0",
+        "tests/ranks/test_program_parts.py -k looks_at_gradients",
     ),
     Mutation(
         "copies-of-cut-experts-are-whole",

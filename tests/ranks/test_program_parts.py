@@ -381,6 +381,24 @@ def test_gradients_that_a_hook_of_the_program_adds_are_not_added_again():
         engine.destroy()
 
 
+@pytest.mark.parametrize("adds", ["register_hook", "register_post_accumulate_grad_hook"])
+@on_ranks(2)
+def test_a_hook_of_one_rank_that_looks_at_gradients_changes_nothing(adds):
+    """It cannot have added them over the group."""
+    mpu, norms = Mpu(2), plain_training()[1]
+    model = build(mpu.get_tensor_model_parallel_group(), cuts_rows=True)
+    keys = config(1, train_micro_batch_size_per_gpu=8)
+    engine, *_ = deepspeed.initialize(model=model, config=keys, mpu=mpu)
+    seen = []
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        for block in model:
+            for param in block.norm.parameters():
+                getattr(param, adds)(lambda found: seen.append(found.shape))
+    assert train(engine) == pytest.approx(norms, rel=1e-12)
+    assert bool(seen) is (mpu.get_tensor_model_parallel_rank() == 0)
+    engine.destroy()
+
+
 @on_ranks(2)
 def test_full_values_and_exports_are_those_of_the_whole_tensor(tmp_path):
     mpu = Mpu(2)

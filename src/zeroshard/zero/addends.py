@@ -20,12 +20,17 @@ engine.
 another way too. Then the first rank of those with the same part alone counts it. An addend in any other
 slot is added when it arrives. So sums are right whatever arrives.
 
+*Hooks of the program* may add the gradient of a plain parameter over the group by themselves, as those of
+gpt-neox do. That takes all ranks. So a gradient that has hooks on all of them is taken for whole, and one
+that has hooks on some, which look at it, is not. The message says which have. If such a gradient was no
+sum, its copies differ, which the exchange of norms finds.
+
 Letters: as in :mod:`zeroshard.zero.unit`; K elements in the fragments of one shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +44,7 @@ class AddendSlots:
     """The slots of one unit whose gradients are addends.
 
     ``known``: for each slot that may be one, whether it is; None: its first gradient will tell.
+    ``plain``: slots of plain parameters, in a layer that the program has cut.
     ``counts``: this rank counts gradients that are whole. ``shard``: begin and end of this rank's shard
     in the unit.
     """
@@ -50,24 +56,30 @@ class AddendSlots:
         shard: tuple[int, int],
         *,
         counts: bool,
+        plain: Sequence[int] = (),
     ) -> None:
         self.known = dict(known)
         self.counts = counts
+        self.plain = tuple(plain)
+        self.hooked: set[int] = set()  # slots of ``plain`` with hooks of the program in this step
+        self.whole: Tensor | None = None  # by slot of ``plain``: has hooks on all ranks
         self.is_summed = False  # the reduced gradient has the sums over the tensor group
         self.seen: set[int] = set()  # slots of unknown kind that got an addend
         self.kept_K: Tensor | None = None  # the fragments of a gradient that is in its store
         self._layout, self._shard = layout, shard
         self._places: list[tuple[int, int]] = []
+        self._slots: list[int] = []  # of the places
         self._place()
 
     def _place(self) -> None:
         low, high = self._shard
-        self._places = []
+        self._places, self._slots = [], []
         for index in sorted(index for index, adds in self.known.items() if adds):
             slot = self._layout.slots[index]
             begin, end = max(low, slot.start), min(high, slot.stop)
             if begin < end:
                 self._places.append((begin - low, end - low))
+                self._slots.append(index)
 
     @property
     def numel(self) -> int:
@@ -82,10 +94,20 @@ class AddendSlots:
                 self.known[index] = index in found
         self._place()
 
-    def learn_whole(self, index: int) -> None:
-        """Know now that the gradients of a slot are whole."""
-        self.known[index] = False
-        self._place()
+    def note_hook(self, index: int) -> None:
+        """Note that the program has a hook on the gradient of a slot."""
+        if index in self.plain:
+            self.hooked.add(index)
+
+    def mask(self, flags: Tensor) -> list[Tensor]:
+        """For all elements of each fragment, the flag of its slot. ``flags``: as :attr:`whole`."""
+        at = {index: place for place, index in enumerate(self.plain)}
+        lengths = [end - begin for begin, end in self._places]
+        none = torch.zeros((), dtype=torch.bool, device=flags.device)
+        return [
+            (flags[at[index]] if index in at else none).expand(numel)
+            for index, numel in zip(self._slots, lengths, strict=True)
+        ]
 
     def local(self, index: int, param: Any, grad: Any) -> Tensor:
         """What this rank adds to the slot for a DTensor gradient of its parameter."""
@@ -104,9 +126,10 @@ class AddendSlots:
             return values
         return torch.zeros_like(values)
 
-    def parts(self, values_S: Tensor) -> list[Tensor]:
-        """Views of the fragments in a reduced gradient."""
-        return [values_S[begin:end] for begin, end in self._places]
+    def parts(self, values_S: Tensor, but: Collection[int] = ()) -> list[Tensor]:
+        """Views of the fragments in a reduced gradient, without those of the slots ``but``."""
+        places = zip(self._slots, self._places, strict=True)
+        return [values_S[begin:end] for index, (begin, end) in places if index not in but]
 
     def keep(self, values_S: Tensor) -> None:
         """Copy the fragments of a gradient that is moved to its store."""
@@ -114,4 +137,5 @@ class AddendSlots:
 
     def reset(self) -> None:
         """Begin a new step."""
-        self.is_summed, self.kept_K = False, None
+        self.is_summed, self.kept_K, self.whole = False, None, None
+        self.hooked.clear()

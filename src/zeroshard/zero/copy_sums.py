@@ -18,6 +18,7 @@ from zeroshard.comm.collectives import sum_in_rank_order
 from zeroshard.comm.dtensors import KINDS, addends_of, is_copy
 from zeroshard.device.choice import read
 from zeroshard.zero.addends import AddendSlots
+from zeroshard.zero.clip import on_device
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm
@@ -48,19 +49,18 @@ class CopySums:
                 if is_copy(param, ranks)
             }
             if known:
-                layout = buffer.unit.layout
+                layout, params = buffer.unit.layout, buffer.unit.params
+                plain = [at for at, adds in known.items() if adds and type(params[at]) not in KINDS]
                 slots = AddendSlots(
                     known,
                     layout,
                     layout.shard_range(buffer.comm.rank),
                     counts=copies.rank == 0,
+                    plain=plain,
                 )
                 buffer.addends.append(slots)
                 self._pairs.append((buffer, slots))
-                params = enumerate(buffer.unit.params)
-                self._plain += [
-                    (slots, at, p) for at, p in params if at in known and type(p) not in KINDS
-                ]
+                self._plain += [(slots, at, params[at]) for at in plain]
         self._is_done = False  # the sums of this step are complete
         self._learned: list[set[int]] | None = None
         self._is_learning = any(
@@ -101,7 +101,7 @@ class CopySums:
         for buffer, slots in pairs:
             parts += _parts_of(buffer, slots)
         with pairs[0][0].ledger.lend("gradients of copies", self._message_nbytes(parts)):
-            sums = self._added(parts)
+            sums = self._added([slots for _, slots in pairs], parts)
             at = 0
             for buffer, slots in pairs:
                 self._put(buffer, slots, sums[at : at + slots.numel])
@@ -110,11 +110,11 @@ class CopySums:
     def begin_backward(self) -> None:
         """Let more addends come in the same step: the sums so far become what the first rank adds.
 
-        Gradients of a plain parameter with a hook of the program are whole: gpt-neox adds them in one.
+        What a hook of the program has added stays on all ranks, on which it will add what comes.
         """
         for slots, index, param in self._plain:
-            if slots.known[index] and param._backward_hooks:
-                slots.learn_whole(index)
+            if param._backward_hooks:
+                slots.note_hook(index)
         if not self._is_done:
             return
         self._is_done = False
@@ -124,7 +124,10 @@ class CopySums:
                 continue
             was_stored, values_S = buffer.is_stored, buffer.reduced_S
             assert values_S is not None
-            torch._foreach_zero_(slots.parts(values_S))
+            flags = [] if slots.whole is None else read(slots.whole)
+            whole = [index for index, flag in zip(slots.plain, flags, strict=False) if flag]
+            if parts := slots.parts(values_S, but=whole):
+                torch._foreach_zero_(parts)
             if was_stored:
                 buffer.store_reduced(complete=True)
 
@@ -135,7 +138,7 @@ class CopySums:
             return values_S
         copy_S = values_S.clone()
         parts = slots.parts(copy_S)
-        sums = self._added(parts).split([part.numel() for part in parts])
+        sums = self._added([slots], parts).split([part.numel() for part in parts])
         torch._foreach_copy_(parts, list(sums))
         return copy_S
 
@@ -155,12 +158,25 @@ class CopySums:
         itemsize = max(part.element_size() for part in parts)
         return (self._copies.size + 1) * itemsize * sum(part.numel() for part in parts)
 
-    def _added(self, parts: Sequence[Tensor]) -> Tensor:
+    def _added(self, several: Sequence[AddendSlots], parts: Sequence[Tensor]) -> Tensor:
         """The sum over the copies of all parts, flat, in the widest of their dtypes."""
         own_K = torch.cat(list(parts))  # promotes
-        rows = self._copies.all_gather_small(own_K, name="gradients of copies")
-        sum_in_rank_order(rows.unbind(), own_K)
-        return own_K
+        hooked = [float(at in slots.hooked) for slots in several for at in slots.plain]
+        if not hooked:
+            rows = self._copies.all_gather_small(own_K, name="gradients of copies")
+            sum_in_rank_order(rows.unbind(), own_K)
+            return own_K
+        flags = on_device(hooked, own_K.device).to(own_K.dtype)
+        rows = self._copies.all_gather_small(torch.cat([own_K, flags]), name="gradients of copies")
+        rows, flags_WF = rows.split([len(own_K), len(hooked)], dim=1)
+        whole = flags_WF.amin(0) > 0
+        masks: list[Tensor] = []
+        for slots, own in zip(several, whole.split([len(s.plain) for s in several]), strict=True):
+            slots.whole = own
+            masks += slots.mask(own)
+        sums_K = torch.empty_like(own_K)
+        sum_in_rank_order([row.contiguous() for row in rows], sums_K)
+        return torch.where(torch.cat(masks), own_K, sums_K)
 
     def _put(self, buffer: GradBuffer, slots: AddendSlots, sums_K: Tensor) -> None:
         was_stored, values_S = buffer.is_stored, buffer.reduced_S

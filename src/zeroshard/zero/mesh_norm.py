@@ -306,6 +306,6 @@ class MeshExchange:
             "on what only one rank computes, between the cut layers: a norm over heads needs the style "
             "'head_norm' in the plan; other modules cannot be there. In a program that cuts its layers "
             "by itself, set param.sequence_parallel = True, before initialize(), on parameters whose "
-            "gradient is a sum over the tensor group, and leave their gradients without hooks: a "
-            "gradient with a hook of the program is taken for the sum."
+            "gradient is a sum over the tensor group, and leave their gradients without hooks: "
+            "one that has hooks of the program on all ranks is taken for the sum."
         )

@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeroshard.comm.dtensors import KINDS
 from zeroshard.errors import UsageError
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.held_grads import HeldGrad
@@ -70,13 +69,9 @@ class ProgramHooks:
                 if own in table:
                     table[own] = table.pop(own)
                 self.guarded[number] = None
-                self._note_sum(*self._places[number])
-
-    def _note_sum(self, buffer: GradBuffer, index: int) -> None:
-        """Take the gradient of a plain parameter for whole: see ``CopySums.begin_backward``."""
-        slots = buffer.slots_of(index)
-        if slots is not None and type(buffer.unit.params[index]) not in KINDS:
-            slots.learn_whole(index)
+                buffer, index = self._places[number]
+                if (slots := buffer.slots_of(index)) is not None:
+                    slots.note_hook(index)
 
     def end(self) -> None:
         """Forget the runs of a backward."""
